@@ -1,0 +1,412 @@
+"""The run spec: one immutable TOML file says everything about a run.
+
+`load_run` reads the file, then applies environment variables (`FLOTILLA__ROLLOUT__ROLLOUT_BATCH_SIZE=16`), then
+`--set rollout.rollout_batch_size=16`. Unknown keys are errors. Relative paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+ENV_PREFIX = "FLOTILLA__"
+LAYOUT_SECTIONS = {"run_dir", "services", "redis"}
+"""What says where things run, not what they compute; left out of the spec digest."""
+
+
+class SpecError(ValueError):
+    """The run spec cannot be used; the message names the file and the field."""
+
+
+class Strict(BaseModel):
+    """Base of every section: immutable, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelSpec(Strict):
+    """The model."""
+
+    hf_checkpoint: Path
+    """Directory of a Hugging Face checkpoint: config, tokenizer, safetensors. Initial weights."""
+
+
+class DataSpec(Strict):
+    """The prompts."""
+
+    prompt_data: Path
+    """JSONL or Parquet file, one prompt a row."""
+    input_key: str = "prompt"
+    """Field with the prompt: text, or a list of {role, content} messages."""
+    label_key: str = "label"
+    """Field with the label: text, or a number."""
+    apply_chat_template: bool = True
+    """Render the prompt with the tokenizer's chat template; off takes text as it is."""
+    shuffle: bool = True
+    """Permute the prompts anew in every data epoch, by seed + epoch."""
+    seed: int = 42
+    """Seed of the permutation."""
+    max_prompt_tokens: int = Field(default=2048, ge=1)
+    """Longer prompts are dropped at load, and counted."""
+
+
+class EvaluationSetSpec(Strict):
+    """One evaluation data set; keys and template as in [data]."""
+
+    prompt_data: Path
+    """JSONL or Parquet file."""
+    max_prompts: int = Field(default=0, ge=0)
+    """Only the first so many prompts; 0 takes all."""
+
+
+class EvaluationSpec(Strict):
+    """Evaluation of policy versions on data that is not trained on."""
+
+    sets: dict[str, EvaluationSetSpec] = {}
+    """Data sets by name; none switches evaluation off."""
+    interval: int = Field(default=20, ge=1)
+    """Evaluate every so many rollout steps, before the first and after the last."""
+    n_samples_per_prompt: int = Field(default=1, ge=1)
+    """Samples of each prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    max_response_tokens: int = Field(default=1024, ge=1)
+    """Longest response."""
+    deadline_s: float = Field(default=600, gt=0)
+    """An evaluation that takes longer ends; what is missing counts as failed."""
+
+
+class RolloutSpec(Strict):
+    """What is generated, and what of it is kept."""
+
+    num_rollout: int = Field(ge=1)
+    """Rollout steps of the whole run."""
+    rollout_batch_size: int = Field(ge=1)
+    """Groups in a batch."""
+    n_samples_per_prompt: int = Field(ge=1)
+    """Samples in a group."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits, in the engine and in the trainer."""
+    max_response_tokens: int = Field(default=1024, ge=1)
+    """Longest response."""
+    seed: int = 0
+    """Base of the sampling seeds."""
+    dynamic_sampling_filter: Literal["none", "nonzero_std"] = "none"
+    """`nonzero_std` drops a group if the unbiased std of its rewards is at most 1e-6."""
+    lease_ttl_s: float = Field(default=20.0, ge=1)
+    """A gateway that does not renew within it loses its groups."""
+    max_attempts: int = Field(default=10, ge=1)
+    """Failed attempts after which a group is FAILED."""
+    shuffle_rewards: bool = False
+    """A control experiment: permute the rewards inside each group, so that nothing can be learned from them."""
+
+
+class AlgorithmSpec(Strict):
+    """The loss."""
+
+    advantage_estimator: Literal["grpo"] = "grpo"
+    """Group-normalised reward for every token (arXiv 2402.03300)."""
+    eps_clip: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip of the probability ratio."""
+    eps_clip_high: float = Field(default=0.28, gt=0)
+    """Upper clip (arXiv 2503.14476, clip-higher)."""
+    num_steps_per_rollout: int = Field(default=1, ge=1)
+    """Optimizer steps on one batch."""
+
+
+class OptimizerSpec(Strict):
+    """AdamW, through Megatron's optimizer."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate, constant after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises from 0."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled; not on norms and biases."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    clip_grad: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm."""
+
+
+class TrainerSpec(Strict):
+    """The trainer's process."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations; the optimizer keeps float32."""
+    max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    """Packing limit; a longer sample goes alone."""
+    save_interval: int = Field(default=20, ge=1)
+    """A checkpoint every so many rollout steps, and at the end."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Older ones are removed once a newer one is committed."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads; 0 leaves it to torch."""
+    seed: int = 1234
+    """Seed of the order in which a rollout's samples meet the optimizer, and of dropout-free initialisation."""
+
+
+class WeightSyncSpec(Strict):
+    """How weights travel to the engines."""
+
+    quantization: Literal["fp8_block_128", "none"] = "fp8_block_128"
+    """`fp8_block_128` sends linear layers as e4m3 with 128x128 scales; `none` sends every tensor as it is."""
+    bucket_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """Tensors travel together up to this size."""
+    session_timeout_s: float = Field(default=120, gt=0)
+    """A transfer that takes longer is cut short and tried again."""
+
+
+class EngineSpec(Strict):
+    """The vLLM engines."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations in the engine."""
+    max_model_len: int = Field(default=4096, ge=16)
+    """Longest prompt and response together."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Samples that run at once inside vLLM; more wait there."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """Size of the KV cache on CPU, in GiB."""
+    enforce_eager: bool = True
+    """Off compiles the model first: slower start, faster tokens."""
+    server_concurrency: int = Field(default=512, ge=1)
+    """Samples that the gateway gives one engine at once."""
+
+
+class RewardSpec(Strict):
+    """Grading."""
+
+    grader: Literal["deepscaler"] = "deepscaler"
+    """Name of the grader."""
+    workers: int = Field(default=1, ge=1)
+    """Worker processes."""
+    timeout_s: float = Field(default=2.0, gt=0)
+    """Deadline of one item, from its dispatch to a worker."""
+    timeout_value: float = 0.0
+    """Reward of an item whose grading timed out."""
+    error_value: float = 0.0
+    """Reward of an item whose grading failed or whose label cannot be graded against."""
+    max_queue: int = Field(default=8192, ge=1)
+    """Items that may wait; more are refused."""
+
+
+class Endpoint(Strict):
+    """Where one service listens."""
+
+    host: str = "127.0.0.1"
+    """Name or address that others use."""
+    grpc_port: int = Field(ge=1, le=65535)
+    """Port of its gRPC server."""
+    http_port: int = Field(ge=1, le=65535)
+    """Port of /livez, /readyz, /metrics and /statusz."""
+    bind: str = "127.0.0.1"
+    """Interface to listen on; only loopback unless told otherwise."""
+
+    @property
+    def grpc(self) -> str:
+        """host:port of the gRPC server."""
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def http(self) -> str:
+        """host:port of the HTTP server."""
+        return f"{self.host}:{self.http_port}"
+
+
+def _default_endpoint(offset: int) -> Endpoint:
+    return Endpoint(grpc_port=7700 + offset, http_port=7800 + offset)
+
+
+class ServicesSpec(Strict):
+    """Where the services listen."""
+
+    buffer: Endpoint = _default_endpoint(0)
+    """The buffer, with the run registry."""
+    reward: Endpoint = _default_endpoint(1)
+    """The reward service."""
+    rollout_gateway: Endpoint = _default_endpoint(2)
+    """The gateway."""
+    trainer: Endpoint = _default_endpoint(3)
+    """Rank 0 of the trainer."""
+    weight_sync: Endpoint = _default_endpoint(4)
+    """The coordinator."""
+    weight_agents: list[Endpoint] = [_default_endpoint(10)]
+    """One for each trainer rank."""
+    engines: list[Endpoint] = [_default_endpoint(20)]
+    """One for each engine."""
+
+    @field_validator("weight_agents")
+    @classmethod
+    def _one_rank(cls, value: list[Endpoint]) -> list[Endpoint]:
+        if len(value) != 1:
+            raise ValueError("the trainer has one rank in this version: give exactly one weight agent")
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _some_engine(cls, value: list[Endpoint]) -> list[Endpoint]:
+        if not value:
+            raise ValueError("give at least one engine")
+        return value
+
+
+class RedisSpec(Strict):
+    """The Redis that holds the ledger."""
+
+    host: str = "127.0.0.1"
+    """Name or address."""
+    port: int = Field(default=7790, ge=1, le=65535)
+    """Port."""
+    maxmemory_mb: int = Field(default=2048, ge=64)
+    """Limit of the Redis that `flotilla up` starts; it never evicts."""
+
+
+class RunSpec(Strict):
+    """One run."""
+
+    run_id: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
+    """Name of the run: lower-case letters, digits, - and _."""
+    run_dir: Path = Path()
+    """Checkpoints, logs and metrics; runs/<run_id> unless given."""
+    model: ModelSpec
+    data: DataSpec
+    evaluation: EvaluationSpec = EvaluationSpec()
+    rollout: RolloutSpec
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    trainer: TrainerSpec = TrainerSpec()
+    weight_sync: WeightSyncSpec = WeightSyncSpec()
+    engine: EngineSpec = EngineSpec()
+    reward: RewardSpec = RewardSpec()
+    services: ServicesSpec = ServicesSpec()
+    redis: RedisSpec = RedisSpec()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Self:
+        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        if samples % self.algorithm.num_steps_per_rollout:
+            raise ValueError(
+                f"algorithm.num_steps_per_rollout = {self.algorithm.num_steps_per_rollout} does not divide the "
+                f"{samples} samples of a batch (rollout_batch_size x n_samples_per_prompt)"
+            )
+        if self.rollout.n_samples_per_prompt == 1 and self.rollout.dynamic_sampling_filter == "nonzero_std":
+            raise ValueError(
+                "rollout.dynamic_sampling_filter = 'nonzero_std' needs n_samples_per_prompt of at least 2: "
+                "a group of one sample has no spread, so every group would be dropped"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if longest > self.engine.max_model_len:
+            raise ValueError(
+                f"engine.max_model_len = {self.engine.max_model_len} is shorter than data.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {longest}"
+            )
+        return self
+
+    def digest(self) -> str:
+        """SHA-256 over what defines the run, in hexadecimal; where it runs is left out."""
+        content = self.model_dump(mode="json", exclude=LAYOUT_SECTIONS)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def check_files(self) -> None:
+        """Raise SpecError if a file that the run reads is missing."""
+        wanted = {"model.hf_checkpoint": self.model.hf_checkpoint / "config.json"}
+        wanted["data.prompt_data"] = self.data.prompt_data
+        wanted |= {f"evaluation.sets.{name}.prompt_data": one.prompt_data for name, one in self.evaluation.sets.items()}
+        for field, path in wanted.items():
+            if not path.is_file():
+                raise SpecError(f"{field}: there is no file {path}; correct the path in the run spec")
+
+    def to_toml(self) -> str:
+        """The resolved spec as TOML that `load_run` reads back."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+def load_run(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunSpec:
+    """Read, override and check a run spec.
+
+    Args:
+        path: The TOML file.
+        overrides: `section.field=value` pairs; values are TOML, or text if they do not parse as TOML.
+        environ: Where `FLOTILLA__SECTION__FIELD` variables are looked up.
+
+    Raises:
+        SpecError: The file is missing or malformed, a key is unknown, or a value cannot work.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SpecError(f"{path}: there is no such run spec") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not valid TOML: {error}") from None
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX):
+            _set(table, name.removeprefix(ENV_PREFIX).lower().split("__"), environ[name], name)
+    for pair in overrides:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise SpecError(f"--set {pair}: write section.field=value")
+        _set(table, key.strip().split("."), value.strip(), f"--set {pair}")
+    try:
+        spec = RunSpec.model_validate(table)
+    except ValidationError as error:
+        raise SpecError(_explain(path, error)) from None
+    return _resolve_paths(spec, path.resolve().parent)
+
+
+def _set(table: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    node: Any = table
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                raise SpecError(f"{origin}: {'.'.join(keys[:depth])} has no entry {key}")
+            if last:
+                node[int(key)] = value
+            else:
+                node = node[int(key)]
+        elif not isinstance(node, dict):
+            raise SpecError(f"{origin}: {'.'.join(keys[:depth])} is not a section")
+        elif last:
+            node[key] = value
+        else:
+            node = node.setdefault(key, {})
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    lines = []
+    for one in error.errors():
+        field = ".".join(str(part) for part in one["loc"]) or "run"
+        if one["type"] == "extra_forbidden":
+            lines.append(f"{path}: {field}: unknown key; remove it or correct its spelling")
+        elif one["type"] == "missing":
+            lines.append(f"{path}: {field}: missing; add it")
+        else:
+            lines.append(f"{path}: {field}: {one['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)
+
+
+def _resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
+    table = spec.model_dump()
+    table["run_dir"] = base / (spec.run_dir if spec.run_dir != Path() else Path("runs") / spec.run_id)
+    table["model"]["hf_checkpoint"] = base / spec.model.hf_checkpoint
+    table["data"]["prompt_data"] = base / spec.data.prompt_data
+    for one in table["evaluation"]["sets"].values():
+        one["prompt_data"] = base / one["prompt_data"]
+    return RunSpec.model_validate(table)
