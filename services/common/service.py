@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.common.board import StatusBoard
+from services.common.errors import FailedPrecondition
 from services.common.http import HttpServer
 from services.common.logs import get_logger, setup_logging
 from services.common.rpc import bind_server, make_server
@@ -110,7 +111,7 @@ def load_spec_or_exit(args: argparse.Namespace) -> RunSpec:
 
 
 def run_service(service: str, setup: Setup, endpoint_of: Callable[[RunSpec], Endpoint]) -> None:
-    """Parse arguments, run the service until a signal, and exit; 0 after a signal."""
+    """Parse arguments, run the service until a signal, and exit: 0 after a signal, 2 if a restart would not help."""
     spec = load_spec_or_exit(service_parser(service).parse_args())
     run_process(service, spec, setup, endpoint_of(spec))
 
@@ -120,6 +121,8 @@ def run_process(service: str, spec: RunSpec, setup: Setup, endpoint: Endpoint) -
     die_with_parent()
     setup_logging(service, spec.run_id)
     failure = asyncio.run(serve(service, spec, setup, endpoint))
+    if isinstance(failure, SpecError | FailedPrecondition):  # a restart would not help
+        sys.exit(EXIT_BAD_INPUT)
     sys.exit(1 if failure else 0)
 
 

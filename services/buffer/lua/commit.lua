@@ -1,0 +1,9 @@
+-- ARGV: run_epoch, step, checkpoint, seconds that a committed payload is kept
+local stale = epoch_error(ARGV[1])
+if stale then return stale end
+local step = tonumber(ARGV[2])
+if step > number_in(RUN, 'acked') then
+  return fail('FAILED_PRECONDITION', 'step ' .. step .. ' has batches that were not acknowledged')
+end
+commit_batches(step, ARGV[3], ARGV[4])
+return 1

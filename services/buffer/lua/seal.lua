@@ -1,0 +1,13 @@
+-- ARGV: batch, digest, manifest, then the groups
+local batch, gids = tonumber(ARGV[1]), {}
+if number_in(RUN, 'sealed') ~= batch then return 0 end
+for at = 4, #ARGV do
+  gids[#gids + 1] = ARGV[at]
+  redis.call('HSET', group_key(ARGV[at]), 'batch', batch)
+  move(ARGV[at], 'KEPT', 'READY')
+end
+redis.call('HSET', batch_key(batch), 'state', 'READY', 'digest', ARGV[2], 'manifest', ARGV[3],
+  'groups', table.concat(gids, ' '), 'run_epoch', 0, 'commits', 0)
+redis.call('HINCRBY', RUN, 'sealed', 1)
+redis.call('DEL', INTERVAL)
+return 1

@@ -1,0 +1,89 @@
+"""What the parts of the buffer share about one run: spec, ledger, prompts, and the pulse that wakes long polls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from services.buffer.data import Prompt, PromptData
+from services.buffer.ledger import Group, Ledger
+from services.common.errors import InvalidArgument, NotFound
+from services.common.spec import RunSpec
+
+T = TypeVar("T")
+
+RECHECK_S = 1.0
+"""A long poll looks again this often even if nothing stirs, since leases lapse without anybody's doing."""
+MAX_WAIT_S = 60.0
+"""Longest long poll."""
+
+
+class Pulse:
+    """Wakes everybody who waits for a change of the ledger."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def beat(self) -> None:
+        """Something changed."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next beat, or after the timeout."""
+        event = self._event
+        # Not asyncio.wait_for: in Python 3.11 it can swallow a cancellation that meets the event.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+
+
+@dataclass(slots=True)
+class Run:
+    """One run, as the buffer serves it."""
+
+    spec: RunSpec
+    ledger: Ledger
+    tokenizer: Any
+    stop_token_ids: list[int]
+    training: PromptData
+    evaluation: dict[str, PromptData]
+    pulse: Pulse = field(default_factory=Pulse)
+
+    def check_run_id(self, run_id: str) -> None:
+        """Raise if a request is for another run, or for none."""
+        if not run_id:
+            raise InvalidArgument("run_id is empty", "run_id")
+        if run_id != self.spec.run_id:
+            raise NotFound(f"this buffer serves run {self.spec.run_id}, not {run_id}")
+
+    def prompt(self, group: Group) -> Prompt:
+        """The prompt of a group."""
+        if group.is_evaluation:
+            return self.evaluation[group.text("set")].prompts[group.number("index")]
+        return self.training.at(group.number("issue"))
+
+    def group_size(self, group_id: str) -> int:
+        """Samples in a group."""
+        if group_id.startswith("e"):
+            return self.spec.evaluation.n_samples_per_prompt
+        return self.spec.rollout.n_samples_per_prompt
+
+    async def poll(self, attempt: Callable[[], Awaitable[T]], done: Callable[[T], bool], wait_s: float) -> T:
+        """Repeat an attempt, at every pulse, until it is done or the time is up; returns the last answer."""
+        give_up = time.monotonic() + min(wait_s, MAX_WAIT_S)
+        while True:
+            # The event is taken before the attempt, so that a beat in between is not lost.
+            beat = asyncio.ensure_future(self.pulse.wait(RECHECK_S))
+            try:
+                answer = await attempt()
+                left = give_up - time.monotonic()
+                if done(answer) or left <= 0:
+                    return answer
+                await asyncio.wait({beat}, timeout=left)
+            finally:
+                beat.cancel()

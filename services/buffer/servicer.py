@@ -1,0 +1,335 @@
+"""BufferService over the ledger."""
+
+from __future__ import annotations
+
+import base64
+
+import grpc
+
+from flotilla.buffer.v1 import buffer_pb2 as pb
+from flotilla.buffer.v1 import buffer_pb2_grpc
+from flotilla.common.v1 import common_pb2
+from services.buffer import codec
+from services.buffer.evaluation import Evaluations
+from services.buffer.ledger import MAX_STALENESS, Group, Stats
+from services.buffer.run import Run
+from services.buffer.schedule import make_schedule
+from services.buffer.states import IN_PLAY, State, admission_credit
+from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from services.common.rpc import duration, seconds
+
+PAGE_BYTES = 16 << 20
+MAX_ROWS = 4096
+MAX_PAGE = 1000
+DEFAULT_PAGE = 100
+SEEDS_PER_GROUP = 1 << 16
+"""Room for the samples of a group between the seeds of two groups."""
+
+Context = grpc.aio.ServicerContext
+
+
+class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
+    """Checks requests, calls the ledger, and wakes long polls after every change."""
+
+    def __init__(self, run: Run, evaluations: Evaluations) -> None:
+        self._run = run
+        self._ledger = run.ledger
+        self._evaluations = evaluations
+
+    # ------------------------------------------------------------------------------------------------ work
+
+    async def LeaseWork(self, request: pb.LeaseWorkRequest, context: Context) -> pb.LeaseWorkResponse:
+        """Lease groups, evaluation first."""
+        _require(request, self._run, "request_id", "worker_id")
+        if request.max_groups < 1:
+            raise InvalidArgument("max_groups must be at least 1", "max_groups")
+        pairs = await self._run.poll(
+            lambda: self._ledger.lease_work(request.request_id, request.worker_id, request.max_groups),
+            bool,
+            seconds(request.wait_timeout),
+        )
+        if not pairs:
+            return pb.LeaseWorkResponse()
+        groups = await self._ledger.groups([group_id for group_id, _ in pairs])
+        live = codec.live_version(await self._ledger.run_facts())
+        return pb.LeaseWorkResponse(
+            leases=[self._lease(group, token, live) for group, (_, token) in zip(groups, pairs, strict=True)]
+        )
+
+    def _lease(self, group: Group, token: str, live: common_pb2.PolicyVersion | None) -> pb.WorkLease:
+        spec, prompt, done = self._run.spec, self._run.prompt(group), group.headers()
+        rollout, evaluation = spec.rollout, spec.evaluation
+        params = common_pb2.SamplingParams(
+            temperature=evaluation.temperature if group.is_evaluation else rollout.temperature,
+            top_p=1.0,
+            top_k=-1,
+            max_response_tokens=(evaluation if group.is_evaluation else rollout).max_response_tokens,
+            stop_token_ids=self._run.stop_token_ids,
+        )
+        return pb.WorkLease(
+            lease_token=token.encode(),
+            group_id=group.group_id,
+            attempt=group.number("attempts"),
+            ttl=duration(rollout.lease_ttl_s),
+            kind=pb.WORK_KIND_EVALUATION if group.is_evaluation else pb.WORK_KIND_TRAINING,
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params,
+            pending_samples=[
+                common_pb2.Sample(group_id=group.group_id, sample_index=i, prompt_token_ids=prompt.token_ids)
+                for i in range(self._run.group_size(group.group_id))
+                if i not in done
+            ],
+            seed=(rollout.seed << 40) + group.number("issue") * SEEDS_PER_GROUP,
+            required_version=live if group.is_evaluation else None,
+        )
+
+    async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
+        """Extend a lease, or say that the generation must stop."""
+        _require(request, self._run, "lease_token", "group_id")
+        desired, version_gone = await self._ledger.renew(request.group_id, request.lease_token.decode())
+        stop = pb.STOP_REASON_UNSPECIFIED
+        if version_gone:
+            stop = pb.STOP_REASON_VERSION_GONE
+        elif desired == "STOPPED":
+            stop = pb.STOP_REASON_RUN_STOPPED
+        return pb.RenewLeaseResponse(ttl=duration(self._run.spec.rollout.lease_ttl_s), stop_reason=stop)
+
+    async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
+        """Store finished samples."""
+        _require(request, self._run, "request_id", "lease_token", "group_id")
+        if not request.samples:
+            raise InvalidArgument("samples is empty", "samples")
+        (group,) = await self._ledger.groups([request.group_id])
+        size, prompt = self._run.group_size(group.group_id), self._run.prompt(group).token_ids
+        finished = [codec.finished_sample(sample, group.group_id, size, prompt) for sample in request.samples]
+        complete = await self._ledger.submit(group.group_id, request.lease_token.decode(), size, finished)
+        if complete:
+            self._run.pulse.beat()
+        return pb.SubmitSamplesResponse(group_complete=complete)
+
+    async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:
+        """Give a lease back."""
+        _require(request, self._run, "request_id", "lease_token", "group_id")
+        await self._ledger.release(request.group_id, request.lease_token.decode(), request.error)
+        self._run.pulse.beat()
+        return pb.ReleaseLeaseResponse()
+
+    # ------------------------------------------------------------------------------------------------ batches
+
+    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
+        """Give the oldest batch that is not acknowledged, scheduled for the caller's layout."""
+        _require(request, self._run)
+        for field in ("data_parallel_size", "max_tokens_per_micro_batch"):
+            if getattr(request, field) < 1:
+                raise InvalidArgument(f"{field} must be at least 1", field)
+        batch, content = await self._run.poll(
+            lambda: self._ledger.lease_batch(request.run_epoch),
+            lambda answer: answer[0] != -1,
+            seconds(request.wait_timeout),
+        )
+        if batch < 0:
+            done = batch == -2
+            reason = pb.NO_BATCH_REASON_RUN_COMPLETE if done else pb.NO_BATCH_REASON_NOT_SEALED
+            return pb.LeaseBatchResponse(no_batch_reason=reason)
+        manifest = pb.BatchManifest.FromString(content)
+        self._add_schedule(manifest, request)
+        return pb.LeaseBatchResponse(manifest=manifest)
+
+    def _add_schedule(self, manifest: pb.BatchManifest, request: pb.LeaseBatchRequest) -> None:
+        lengths = [row.prompt_tokens + row.response_tokens for row in manifest.rows]
+        steps = [row.optimizer_step for row in manifest.rows]
+        try:
+            plans = make_schedule(lengths, steps, request.data_parallel_size, request.max_tokens_per_micro_batch)
+        except ValueError as error:
+            raise InvalidArgument(str(error), "data_parallel_size") from None
+        manifest.micro_batches.extend(
+            pb.MicroBatch(optimizer_step=p.optimizer_step, data_parallel_rank=p.data_parallel_rank, rows=p.rows)
+            for p in plans
+        )
+
+    async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> pb.FetchSamplesResponse:
+        """Forward payloads untouched, a page at a time."""
+        _require(request, self._run)
+        if len(request.rows) > MAX_ROWS:
+            raise InvalidArgument(f"rows has {len(request.rows)} entries; at most {MAX_ROWS} are read at once", "rows")
+        start = _page_start(request.page_token)
+        manifest = pb.BatchManifest.FromString((await self._batch(request.batch))[b"manifest"])
+        for row in request.rows:
+            if not 0 <= row < len(manifest.rows):
+                raise InvalidArgument(f"rows: batch {request.batch} has no row {row}", "rows")
+        wanted = [manifest.rows[row] for row in request.rows[start:]]
+        payloads = await self._ledger.payloads((row.group_id, row.sample_index) for row in wanted)
+        page, size = [], 0
+        for payload in payloads:
+            if payload is None:
+                raise FailedPrecondition(f"tokens of batch {request.batch} are gone: it was committed some time ago")
+            if page and size + len(payload) > PAGE_BYTES:
+                return pb.FetchSamplesResponse(payloads=page, next_page_token=_page_token(start + len(page)))
+            page.append(payload)
+            size += len(payload)
+        return pb.FetchSamplesResponse(payloads=page)
+
+    async def _batch(self, number: int) -> dict[bytes, bytes]:
+        found = await self._ledger.batches(number, 1) if number >= 0 else []
+        if not found:
+            raise NotFound(f"batch {number} is not sealed")
+        return found[0][1]
+
+    async def AckBatch(self, request: pb.AckBatchRequest, context: Context) -> pb.AckBatchResponse:
+        """IN_TRAINING to TRAINED."""
+        _require(request, self._run, "request_id")
+        await self._ledger.ack_batch(request.run_epoch, request.batch, request.digest)
+        self._run.pulse.beat()
+        return pb.AckBatchResponse()
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        """TRAINED to COMMITTED."""
+        _require(request, self._run, "request_id", "checkpoint")
+        await self._ledger.commit(request.run_epoch, request.step, request.checkpoint)
+        return pb.CommitResponse()
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    async def GetBufferStats(self, request: pb.GetBufferStatsRequest, context: Context) -> pb.GetBufferStatsResponse:
+        """Counts of one instant."""
+        _require(request, self._run)
+        stats = await self._ledger.stats()
+        sealed = stats.number("sealed")
+        last = pb.BatchManifest.FromString((await self._batch(sealed - 1))[b"manifest"]) if sealed else None
+        return pb.GetBufferStatsResponse(
+            issued=stats.number("issued"),
+            groups=_counts(stats.train),
+            conserved=stats.number("issued") == sum(stats.train.values()),
+            sealed_batches=sealed,
+            committed_step=stats.number("committed_step"),
+            live_version=codec.live_version(stats.run),
+            admission_credit=self._credit(stats),
+            dropped=stats.dropped,
+            failed=stats.failed,
+            evaluation_issued=stats.number("eval_issued"),
+            evaluation_groups=_counts(stats.evaluation),
+            evaluation_conserved=stats.number("eval_issued") == sum(stats.evaluation.values()),
+            overlong_prompts=self._run.training.overlong,
+            last_mean_reward=last.stats.mean_reward if last else 0.0,
+        )
+
+    def _credit(self, stats: Stats) -> int:
+        rollout = self._run.spec.rollout
+        if stats.number("live_step", -1) < 0:
+            return 0
+        return admission_credit(
+            live_step=stats.number("live_step"),
+            kept=stats.number("kept_total") - stats.train[State.STALE],
+            in_play=sum(stats.train[state] for state in IN_PLAY),
+            batch_size=rollout.rollout_batch_size,
+            over_sampling=rollout.rollout_batch_size,
+            max_staleness=MAX_STALENESS,
+            num_rollout=rollout.num_rollout,
+        )
+
+    async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
+        """Groups in a state, or in any, a page at a time."""
+        _require(request, self._run)
+        size, start = _page_size(request.page_size), _page_start(request.page_token)
+        ledger = "eval" if request.kind == pb.WORK_KIND_EVALUATION else "train"
+        if request.state == pb.GROUP_STATE_UNSPECIFIED:
+            by_state = [await self._ledger.group_ids(ledger, state, 0, start + size + 1) for state in State]
+            ids = sorted(group_id for found in by_state for group_id in found)[start : start + size + 1]
+        else:
+            ids = await self._ledger.group_ids(ledger, codec.state_from_pb(request.state), start, size + 1)
+        groups = await self._ledger.groups(ids[:size])
+        more = len(ids) > size
+        return pb.ListGroupsResponse(
+            groups=[codec.group_summary(group, self._run.prompt(group).row) for group in groups],
+            next_page_token=_page_token(start + size) if more else "",
+        )
+
+    async def GetGroup(self, request: pb.GetGroupRequest, context: Context) -> pb.GetGroupResponse:
+        """One group with prompt and responses as text."""
+        _require(request, self._run, "group_id")
+        (group,) = await self._ledger.groups([request.group_id])
+        prompt, decode = self._run.prompt(group), self._run.tokenizer.decode
+        payloads = await self._ledger.payloads((group.group_id, index) for index in group.headers())
+        samples = [common_pb2.Sample.FromString(payload) for payload in payloads if payload is not None]
+        return pb.GetGroupResponse(
+            summary=codec.group_summary(group, prompt.row),
+            samples=samples,
+            prompt=decode(prompt.token_ids),
+            responses=[decode(sample.response_token_ids) for sample in samples],
+            label=prompt.label,
+            verdicts=group.verdicts(),
+        )
+
+    async def ListBatches(self, request: pb.ListBatchesRequest, context: Context) -> pb.ListBatchesResponse:
+        """Batches, a page at a time."""
+        _require(request, self._run)
+        size, start = _page_size(request.page_size), _page_start(request.page_token)
+        found = await self._ledger.batches(start, size + 1)
+        return pb.ListBatchesResponse(
+            batches=[_batch_summary(number, fields) for number, fields in found[:size]],
+            next_page_token=_page_token(start + size) if len(found) > size else "",
+        )
+
+    async def GetEvaluation(self, request: pb.GetEvaluationRequest, context: Context) -> pb.GetEvaluationResponse:
+        """Results of a step, waiting for its end."""
+        _require(request, self._run)
+        results = await self._run.poll(
+            lambda: self._evaluations.results(request.step),
+            lambda found: bool(found) and all(one.complete for one in found),
+            seconds(request.wait_timeout),
+        )
+        return pb.GetEvaluationResponse(
+            results=[
+                pb.EvaluationResult(
+                    name=one.name,
+                    version=common_pb2.PolicyVersion(run_epoch=one.run_epoch, step=one.step),
+                    mean_reward=one.mean_reward,
+                    issued=one.issued,
+                    scored=one.scored,
+                    failed=one.failed,
+                    mean_response_tokens=one.mean_response_tokens,
+                    mixed_versions=one.mixed_versions,
+                )
+                for one in results
+            ],
+            complete=all(one.complete for one in results),
+        )
+
+
+def _batch_summary(number: int, fields: dict[bytes, bytes]) -> pb.BatchSummary:
+    return pb.BatchSummary(
+        batch=number,
+        state=f"BATCH_STATE_{fields[b'state'].decode()}",
+        digest=fields[b"digest"].decode(),
+        run_epoch=int(fields[b"run_epoch"]),
+        commits=int(fields[b"commits"]),
+        mean_reward=pb.BatchManifest.FromString(fields[b"manifest"]).stats.mean_reward,
+    )
+
+
+def _counts(counts: dict[State, int]) -> list[pb.StateCount]:
+    return [pb.StateCount(state=codec.state_to_pb(state), count=count) for state, count in counts.items()]
+
+
+def _require(request: object, run: Run, *fields: str) -> None:
+    run.check_run_id(request.run_id)  # pyright: ignore[reportAttributeAccessIssue]
+    for field in fields:
+        if not getattr(request, field):
+            raise InvalidArgument(f"{field} is empty", field)
+
+
+def _page_size(wanted: int) -> int:
+    if wanted < 0:
+        raise InvalidArgument("page_size is negative", "page_size")
+    return min(wanted or DEFAULT_PAGE, MAX_PAGE)
+
+
+def _page_token(start: int) -> str:
+    return base64.urlsafe_b64encode(str(start).encode()).decode()
+
+
+def _page_start(token: str) -> int:
+    try:
+        return int(base64.urlsafe_b64decode(token)) if token else 0
+    except ValueError:
+        raise InvalidArgument(f"page_token {token!r} is not one that this service gave", "page_token") from None
