@@ -33,6 +33,7 @@ from services.common.spec import Endpoint, RunSpec, SpecError, load_run
 
 STOP_GRACE_S = 5.0
 """Time that running calls get at a stop."""
+CANCEL_AGAIN_S = 0.2
 EXIT_BAD_INPUT = 2
 
 log = get_logger(__name__)
@@ -77,11 +78,11 @@ class ServiceHost:
             self.fail(error)
 
     async def cancel_tasks(self) -> None:
-        """End the background tasks."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End the background tasks. A cancellation that meets the end of a wait can be swallowed: ask again."""
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=CANCEL_AGAIN_S)
 
 
 Setup = Callable[[ServiceHost], Awaitable[None]]

@@ -1,0 +1,105 @@
+"""The buffer and its run registry, as the trainer uses them. Every call outlasts a restart of the buffer."""
+
+from __future__ import annotations
+
+import grpc
+
+from flotilla.buffer.v1 import buffer_pb2, buffer_pb2_grpc, registry_pb2, registry_pb2_grpc
+from services.common.board import StatusBoard
+from services.common.errors import FailedPrecondition
+from services.common.rpc import duration, new_request_id
+from services.common.spec import RunSpec
+from services.trainer.batch import Batch, Sample
+from services.trainer.codec import batch_from_proto, sample_from_bytes
+from services.trainer.insist import POLL_S, insist
+
+NoBatch = buffer_pb2.NoBatchReason
+FETCH_ROWS = 1024
+"""Rows asked for at once; the contract allows 4096."""
+
+
+class BufferClient:
+    """One run's BufferService and RunRegistryService. Methods raise the errors of the contract."""
+
+    def __init__(self, spec: RunSpec, board: StatusBoard, channel: grpc.aio.Channel) -> None:
+        self._spec, self._board = spec, board
+        self._buffer = buffer_pb2_grpc.BufferServiceStub(channel)
+        self._registry = registry_pb2_grpc.RunRegistryServiceStub(channel)
+
+    def _ids(self) -> dict[str, str]:
+        return {"run_id": self._spec.run_id, "request_id": new_request_id()}
+
+    async def register_run(self) -> None:
+        """Agree on the run. FailedPrecondition if the buffer has another spec."""
+        request = registry_pb2.RegisterRunRequest(**self._ids(), spec_digest=self._spec.digest())
+        await insist(self._board, "the buffer", self._registry.RegisterRun, request)
+
+    async def is_stopped(self) -> bool:
+        """Whether somebody has ended the run."""
+        request = registry_pb2.GetRunRequest(run_id=self._spec.run_id)
+        run = (await insist(self._board, "the buffer", self._registry.GetRun, request)).run
+        return run.desired_state == registry_pb2.DESIRED_STATE_STOPPED
+
+    async def begin_epoch(self, step: int, checkpoint: str, batch_digests: tuple[str, ...]) -> int:
+        """Open a new epoch from a checkpoint; returns its number."""
+        request = registry_pb2.BeginEpochRequest(
+            **self._ids(), checkpoint_step=step, checkpoint=checkpoint, batch_digests=batch_digests
+        )
+        return (await insist(self._board, "the buffer to open an epoch", self._registry.BeginEpoch, request)).run_epoch
+
+    async def lease_batch(self, run_epoch: int) -> Batch | NoBatch:
+        """Wait a while for the next batch; answers why there is none yet. Aborted if another trainer runs."""
+        request = buffer_pb2.LeaseBatchRequest(
+            **self._ids(),
+            run_epoch=run_epoch,
+            data_parallel_size=1,
+            max_tokens_per_micro_batch=self._spec.trainer.max_tokens_per_micro_batch,
+            wait_timeout=duration(POLL_S),
+        )
+        what = "a sealed batch from the buffer"
+        answer = await insist(self._board, what, self._buffer.LeaseBatch, request, poll_s=POLL_S)
+        return batch_from_proto(answer.manifest) if answer.HasField("manifest") else answer.no_batch_reason
+
+    async def fetch_samples(self, batch: Batch) -> list[Sample]:
+        """All samples of a batch, by row."""
+        samples: list[Sample] = []
+        for begin in range(0, len(batch.rows), FETCH_ROWS):
+            rows = range(begin, min(begin + FETCH_ROWS, len(batch.rows)))
+            samples += await self._fetch_rows(batch.number, rows)
+        return samples
+
+    async def _fetch_rows(self, batch: int, rows: range) -> list[Sample]:
+        request = buffer_pb2.FetchSamplesRequest(run_id=self._spec.run_id, batch=batch, rows=rows)
+        samples: list[Sample] = []
+        while True:
+            page = await insist(self._board, "samples from the buffer", self._buffer.FetchSamples, request)
+            samples += [sample_from_bytes(payload) for payload in page.payloads]
+            if not page.next_page_token:
+                break
+            request.page_token = page.next_page_token
+        if len(samples) != len(rows):
+            raise FailedPrecondition(f"batch {batch}: asked for {len(rows)} samples and got {len(samples)}")
+        return samples
+
+    async def ack_batch(self, run_epoch: int, batch: Batch) -> None:
+        """Say that a batch is trained. Aborted if another trainer runs."""
+        request = buffer_pb2.AckBatchRequest(
+            **self._ids(), run_epoch=run_epoch, batch=batch.number, digest=batch.digest
+        )
+        await insist(self._board, "the buffer to note a trained batch", self._buffer.AckBatch, request)
+
+    async def commit(self, run_epoch: int, step: int, checkpoint: str) -> None:
+        """Say that a checkpoint is final. Aborted if another trainer runs."""
+        request = buffer_pb2.CommitRequest(**self._ids(), run_epoch=run_epoch, step=step, checkpoint=checkpoint)
+        await insist(self._board, "the buffer to commit", self._buffer.Commit, request)
+
+    async def evaluation_complete(self, step: int) -> bool:
+        """Wait a while for the evaluation of a step to end."""
+        request = buffer_pb2.GetEvaluationRequest(run_id=self._spec.run_id, step=step, wait_timeout=duration(POLL_S))
+        what = f"the evaluation of step {step}"
+        return (await insist(self._board, what, self._buffer.GetEvaluation, request, poll_s=POLL_S)).complete
+
+    async def stop_run(self) -> None:
+        """End the run."""
+        request = registry_pb2.SetDesiredStateRequest(**self._ids(), desired_state=registry_pb2.DESIRED_STATE_STOPPED)
+        await insist(self._board, "the buffer to end the run", self._registry.SetDesiredState, request)

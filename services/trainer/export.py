@@ -1,0 +1,93 @@
+"""Weights for others: shared memory for the weight agent beside this rank, and Hugging Face checkpoints.
+
+In the shared memory every tensor lies whole and contiguous under its Hugging Face name.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.trainer.hf_mapping import hf_tensors
+from services.trainer.step import Learner
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the POSIX shared memory of Linux
+ALIGNMENT_BYTES = 64
+"""A cache line, and more than any vector load needs."""
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Where one tensor, or a slice of it, lies in the shared memory; fields as in weight_sync's ShardSlice."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    offset_bytes: int
+    strides: tuple[int, ...]
+
+
+def plan_slices(tensors: dict[str, Tensor]) -> tuple[list[Slice], int]:
+    """Place whole tensors one after another. Returns the slices and the bytes that they need."""
+    slices, offset = [], 0
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        slices.append(Slice(name, shape, (0,) * len(shape), shape, dtype, offset, strides))
+        offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return slices, offset
+
+
+class SharedWeights:
+    """The file in shared memory that holds this rank's weights."""
+
+    def __init__(self, run_id: str, rank: int, learner: Learner) -> None:
+        self.path = SHARED_MEMORY / f"flotilla-{run_id}-rank{rank}"
+        self._learner = learner
+        self.slices, self.size_bytes = plan_slices(dict(hf_tensors(learner.module, learner.model)))
+        self.path.unlink(missing_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.size_bytes)
+            self._memory = mmap.mmap(descriptor, self.size_bytes)
+        finally:
+            os.close(descriptor)
+
+    def write(self) -> None:
+        """Copy the weights as they are now; nobody may be reading."""
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+        tensors = hf_tensors(self._learner.module, self._learner.model)
+        for one, (_name, tensor) in zip(self.slices, tensors, strict=True):
+            count = tensor.numel() * tensor.element_size()
+            target = flat[one.offset_bytes : one.offset_bytes + count].view(tensor.dtype).view(one.shape)
+            target.copy_(tensor)
+
+    def remove(self) -> None:
+        """Take the name away; who has it open keeps the memory until it closes it."""
+        self.path.unlink(missing_ok=True)
+
+
+def export_hf(learner: Learner, source: Path, target: Path) -> None:
+    """Write a Hugging Face checkpoint: today's weights, all other files as in `source`. Atomic; replaces an old one."""
+    temporary = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
+            shutil.copy2(file, temporary)
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)

@@ -1,0 +1,113 @@
+"""Runs the real megatron-core on a machine without CUDA, with torch's CPU build and gloo.
+
+Megatron-core asks `torch.cuda` for its device, streams and random state, and allocates with `device="cuda"`. Its
+modules are given a view of torch in which these mean the CPU. Torch itself stays as it is for everybody else in the
+process, but for two methods: `Tensor.cuda` answers the tensor, and `Tensor.type` tells Megatron's optimizer a GPU type.
+
+Covers what dense models reach. Mixtures of experts also need `record_stream` and events here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+LAZY_MODULES = ("megatron.core.dist_checkpointing.strategies.state_dict_saver",)
+"""Modules that megatron-core imports only when it first needs them."""
+TRITON_MODULE = "megatron.core.transformer.moe.ops.paged_stash"
+
+
+def prepare_import() -> None:
+    """Make megatron-core importable where triton is absent; call before its first import."""
+    if importlib.util.find_spec("triton") is None:
+        stub: Any = types.ModuleType(TRITON_MODULE)
+        stub.GLOBAL_BLOCK_SIZE = 1024
+        stub.paged_stash_copy_kernel = stub.paged_stash_pop_kernel = None
+        sys.modules[TRITON_MODULE] = stub
+
+
+def adopt_modules() -> None:
+    """Give every megatron-core module the CPU view of torch; call when the others are loaded. Idempotent."""
+    for name in LAZY_MODULES:
+        importlib.import_module(name)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and vars(module).get("torch") is torch:
+            module.__dict__["torch"] = _VIEW
+    random: Any = sys.modules["megatron.core.tensor_parallel.random"]
+    random._lazy_call = lambda callback: callback()
+    random._lazy_init = lambda: None
+    torch.Tensor.type = _tensor_type
+    torch.Tensor.cuda = lambda self, *_, **__: self
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if torch.device(kwargs.get("device") or CPU).type == "cuda":
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+class _Stream:
+    """The one stream of a machine that has none: everything is already in order."""
+
+    def wait_stream(self, _stream: object) -> None:
+        """Nothing to wait for."""
+
+
+def _no_op(*_args: object, **_kwargs: object) -> None:
+    """Stands for a call that only orders work on a GPU."""
+
+
+def _stream_context(_stream: object = None) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _make_cuda_view() -> types.ModuleType:
+    view: Any = types.ModuleType("torch.cuda")
+    view.__dict__.update(torch.cuda.__dict__)
+    stream = _Stream()
+    view.current_device = lambda: CPU
+    view.set_device = view.synchronize = view.empty_cache = _no_op
+    view.current_stream = view.default_stream = lambda *_: stream
+    view.stream, view.Stream = _stream_context, _Stream
+    view.is_current_stream_capturing = lambda: False
+    view.nvtx = types.SimpleNamespace(range_push=_no_op, range_pop=_no_op)
+    view.default_generators = {CPU: torch.default_generator}
+    view.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    view.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    view.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    return view
+
+
+def _make_view() -> types.ModuleType:
+    view: Any = types.ModuleType("torch")
+    view.__dict__.update(torch.__dict__)
+    view.__dict__.update({name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    view.__getattr__ = lambda name: getattr(torch, name)
+    view.cuda = _make_cuda_view()
+    return view
+
+
+_VIEW = _make_view()
+_torch_tensor_type = torch.Tensor.type
+
+
+def _tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.type`, but Megatron's optimizer, which knows only GPU types, reads a CPU type as one of those."""
+    result = _torch_tensor_type(self, *args, **kwargs)
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if not args and not kwargs and caller.startswith("megatron.core.optimizer"):
+        return result.replace("torch.", "torch.cuda.", 1)
+    return result

@@ -1,0 +1,103 @@
+"""The one module through which the trainer imports megatron-core, and the choice of device and backend.
+
+CUDA with NCCL where there is CUDA, else the CPU with gloo; the same code runs on both.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from services.trainer import mcore_cpu
+
+ON_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda") if ON_CUDA else torch.device("cpu")
+BACKEND = "nccl" if ON_CUDA else "gloo"
+
+if not ON_CUDA:
+    mcore_cpu.prepare_import()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of every optional package that is absent
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from services.trainer import mcore_fixes  # noqa: E402  it imports megatron-core
+
+__all__ = [
+    "MLP",
+    "AttnMaskType",
+    "CheckpointingException",
+    "ColumnParallelLinear",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "IdentityOp",
+    "MLPSubmodules",
+    "MegatronModule",
+    "ModuleSpec",
+    "OptimizerConfig",
+    "PackedSeqParams",
+    "RowParallelLinear",
+    "SelfAttention",
+    "SelfAttentionSubmodules",
+    "ShardedObject",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "TransformerLayer",
+    "TransformerLayerSubmodules",
+    "dist_checkpointing",
+    "finalize_model_grads",
+    "get_bias_dropout_add",
+    "get_cuda_rng_tracker",
+    "get_forward_backward_func",
+    "get_megatron_optimizer",
+    "parallel_state",
+]
+
+
+def initialize(seed: int) -> None:
+    """Open the process group and Megatron's groups in it, and seed the random state.
+
+    One rank meets itself in memory. Call once, in the thread that trains; `destroy` undoes it.
+    """
+    if not ON_CUDA:
+        mcore_cpu.adopt_modules()
+    mcore_fixes.install()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(BACKEND, store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Close all groups; nothing to do if none were opened."""
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

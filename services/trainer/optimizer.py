@@ -1,0 +1,85 @@
+"""AdamW through Megatron's distributed optimizer: warm-up, clipping, and no step on a gradient that is not finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.common.spec import OptimizerSpec
+from services.trainer.mcore_fixes import give_initial_state
+from services.trainer.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    finalize_model_grads,
+    get_megatron_optimizer,
+)
+from services.trainer.model import PolicyModel
+
+UNIT_LOSS_SCALE = 1.0
+"""A loss scale, even this one, has Megatron look for gradients that are not finite, and skip their step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    applied: bool
+    """False if a gradient was not finite; weights and moments are as before."""
+    grad_norm: float
+    """Global norm before clipping; 0 if not applied."""
+
+
+def learning_rate(spec: OptimizerSpec, step: int) -> float:
+    """Rate of optimizer step `step`, from 0: linear to `lr` over the warm-up, then constant."""
+    return spec.lr * min(1.0, (step + 1) / max(1, spec.warmup_steps))
+
+
+class Optimizer:
+    """A model's gradients and how they are applied."""
+
+    def __init__(self, module: PolicyModel, spec: OptimizerSpec) -> None:
+        self._spec = spec
+        dtype = module.config.params_dtype
+        buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.ddp = DistributedDataParallel(module.config, buffers, module)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=spec.lr,
+            weight_decay=spec.weight_decay,
+            adam_beta1=spec.adam_beta1,
+            adam_beta2=spec.adam_beta2,
+            adam_eps=spec.adam_eps,
+            clip_grad=spec.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            loss_scale=UNIT_LOSS_SCALE,
+            use_distributed_optimizer=True,
+        )
+        self.megatron: Any = get_megatron_optimizer(config, [self.ddp])
+        give_initial_state(self.megatron.optimizer)
+        module.config.finalize_model_grads_func = _sum_gradients
+
+    def reload(self) -> None:
+        """Take the model's weights over, after they were loaded from elsewhere."""
+        self.megatron.reload_model_params()
+
+    def zero_gradients(self) -> None:
+        """Start an optimizer step."""
+        self.ddp.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self, number: int) -> StepResult:
+        """Apply the gradients as optimizer step `number` of the run, from 0."""
+        for group in self.megatron.param_groups:
+            group["lr"] = learning_rate(self._spec, number)
+            group["weight_decay"] = self._spec.weight_decay * group["wd_mult"]
+        applied, grad_norm, _ = self.megatron.step()
+        return StepResult(bool(applied), float(grad_norm) if applied else 0.0)
+
+
+def _sum_gradients(models: list[torch.nn.Module], _num_tokens: torch.Tensor, **kwargs: object) -> None:
+    """Megatron's reduction without its division: the loss is normalised already."""
+    finalize_model_grads(models, None, **kwargs)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,233 @@
+"""The trainer's process from start to end: the real Megatron, real checkpoints and shared memory.
+
+Buffer, weight agent and coordinator are fakes (tests/trainer_peers.py): real gRPC servers that record what they see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from services.common.rpc import call, open_channel
+from services.common.spec import Endpoint, RunSpec, ServicesSpec, load_run
+from tests.conftest import free_ports
+from tests.tiny_models import save_model
+from tests.trainer_cases import make_spec
+from tests.trainer_peers import Peers, digest, serve_peers
+
+pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
+
+STEPS = 4
+ROOT = Path(__file__).parents[2]
+
+
+class Stage:
+    """A run directory, the fakes, and trainers that come and go."""
+
+    def __init__(self, spec_file: Path, spec: RunSpec, peers: Peers) -> None:
+        self.spec_file, self.spec, self.peers = spec_file, spec, peers
+        self.shared_memory = Path(f"/dev/shm/flotilla-{spec.run_id}-rank0")
+
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "services.trainer", "--run", str(self.spec_file), *arguments]
+        return await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, stderr=asyncio.subprocess.PIPE, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        )
+
+    def rows(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.spec.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        return load_file(self.spec.run_dir / "hf" / "model.safetensors")
+
+
+async def finish(process: asyncio.subprocess.Process, timeout_s: float = 90.0) -> tuple[int, str]:
+    """Exit code and standard error."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.communicate()
+        raise
+    assert process.returncode is not None
+    return process.returncode, errors.decode()
+
+
+@asynccontextmanager
+async def make_stage(run_id: str, model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
+    ports = free_ports(5)
+    names = ["buffer", "agent", "weight_sync", "grpc", "http"]
+    at = dict(zip(names, ports, strict=True))
+    services = ServicesSpec(
+        buffer=Endpoint(grpc_port=at["buffer"], http_port=1),
+        weight_sync=Endpoint(grpc_port=at["weight_sync"], http_port=1),
+        weight_agents=[Endpoint(grpc_port=at["agent"], http_port=1)],
+        trainer=Endpoint(grpc_port=at["grpc"], http_port=at["http"]),
+    )
+    (tmp_path / "prompts.jsonl").write_text("{}\n")
+    spec = make_spec(
+        model,
+        tmp_path / "run",
+        algorithm={"num_steps_per_rollout": 2},
+        optimizer={"lr": 3e-3},
+        trainer={"save_interval": 2, "keep_checkpoints": 1, "num_threads": 1},
+        rollout={"num_rollout": STEPS},
+        services=services.model_dump(mode="json"),
+        data={"prompt_data": str(tmp_path / "prompts.jsonl")},
+    ).model_copy(update={"run_id": run_id})
+    spec_file = tmp_path / "run.toml"
+    spec_file.write_text(spec.to_toml())
+    peers = Peers(num_rollout=STEPS)
+    servers = await serve_peers(peers, at)
+    try:
+        yield Stage(spec_file, load_run(spec_file), peers)
+    finally:
+        await asyncio.gather(*(server.stop(None) for server in servers))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, seed=21)
+    return path
+
+
+@pytest.fixture(scope="module")
+async def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    """An uninterrupted run."""
+    async with make_stage("trainer-whole", model, tmp_path_factory.mktemp("whole")) as stage:
+        code, errors = await finish(await stage.start())
+        assert code == 0, errors[-4000:]
+        yield stage
+
+
+async def test_a_whole_run(whole_run: Stage) -> None:
+    peers, spec = whole_run.peers, whole_run.spec
+    root = spec.run_dir / "checkpoints"
+    assert peers.epochs == [(0, "", [])]
+    assert peers.published == [(1, step) for step in range(STEPS + 1)]
+    assert peers.acked == [(1, batch) for batch in range(STEPS)]
+    assert peers.commits == [(step, str(root / f"step-{step:08d}")) for step in (2, 4)]
+    assert [path.name for path in root.iterdir()] == ["step-00000004"], "keep_checkpoints = 1"
+    assert peers.stopped
+    assert not whole_run.shared_memory.exists()
+
+
+async def test_the_agent_sees_hf_tensors_of_each_version(whole_run: Stage, model: Path) -> None:
+    registered = whole_run.peers.registered
+    assert registered is not None
+    first, last = load_file(model / "model.safetensors"), whole_run.exported()
+    assert {one.name for one in registered.slices} == set(first)
+    for memory, expected in ((whole_run.peers.memory[1, 0], first), (whole_run.peers.memory[1, STEPS], last)):
+        for one in registered.slices:
+            assert (one.dtype, list(one.begin), list(one.full_shape)) == ("float32", [0] * len(one.shape), one.shape)
+            flat = torch.frombuffer(bytearray(memory[one.offset_bytes :]), dtype=torch.float32)
+            assert torch.equal(torch.as_strided(flat, list(one.shape), list(one.strides)), expected[one.name])
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+async def test_metrics_of_a_run(whole_run: Stage) -> None:
+    rows = whole_run.rows()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert row["run_epoch"] == 1
+        assert row["rollout/mean_reward"] == 0.5
+        assert row["rollout/dropped_groups"] == 2
+        assert row["rollout/tokens_per_second"] == 50
+        assert row["train/skipped_steps"] == 0
+        assert row["train/log_prob_gap_max"] > row["train/log_prob_gap_mean"] > 0
+        assert (row["time/save_seconds"] > 0) == (row["step"] == 2 or row["step"] == 4)
+    assert list((whole_run.spec.run_dir / "tensorboard").iterdir())
+
+
+async def test_a_killed_trainer_goes_on_where_the_checkpoint_is(whole_run: Stage, model: Path, tmp_path: Path) -> None:
+    """Killed after batch 2 is acknowledged, with a checkpoint of step 2: it trains batch 2 again, bitwise alike."""
+    async with make_stage("trainer-killed", model, tmp_path) as stage:
+        first = await stage.start()
+        await stage.peers.until(lambda: (1, 2) in stage.peers.acked)
+        first.kill()
+        await finish(first)
+        assert stage.shared_memory.exists(), "a killed process cannot clean up"
+        code, errors = await finish(await stage.start())
+        assert code == 0, errors[-4000:]
+        checkpoint = str(stage.spec.run_dir / "checkpoints" / "step-00000002")
+        assert stage.peers.epochs[1] == (2, checkpoint, [digest(0), digest(1)])
+        assert stage.peers.acked[3:] == [(2, 2), (2, 3)]
+        assert (2, 2) in stage.peers.published, "the version it starts from is published first"
+        assert not stage.shared_memory.exists()
+        expected = whole_run.exported()
+        for name, tensor in stage.exported().items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+async def test_control_and_restarts_of_peers(model: Path, tmp_path: Path) -> None:
+    """One trainer lives through: pause, a checkpoint by hand, a new agent, and another trainer that takes over."""
+    async with make_stage("trainer-control", model, tmp_path) as stage:
+        peers = stage.peers
+        peers.hold_batches = True
+        process = await stage.start()
+        await peers.until(lambda: (1, 0) in peers.published)
+        async with open_channel(stage.spec.services.trainer.grpc) as channel:
+            stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+            run = {"run_id": stage.spec.run_id}
+            pause = trainer_pb2.PauseTrainingRequest(**run, request_id="pause")
+            await call(stub.PauseTraining, pause, timeout_s=5, patience_s=10)
+            watched = stub.WatchSteps(trainer_pb2.WatchStepsRequest(**run))
+            peers.hold_batches = False
+            await peers.tell()
+            save = trainer_pb2.SaveCheckpointRequest(**run, request_id="save")
+            saved = await call(stub.SaveCheckpoint, save, timeout_s=20)
+            assert (saved.step, peers.commits) == (0, [(0, saved.checkpoint)])
+            status = await call(stub.GetTrainerStatus, trainer_pb2.GetTrainerStatusRequest(**run), timeout_s=5)
+            assert status.phase == trainer_pb2.TRAINER_PHASE_PAUSED
+            assert (status.version.run_epoch, status.version.step, peers.acked) == (1, 0, [])
+
+            peers.restart_agent()
+            await peers.until(lambda: peers.held is not None, 10)
+            assert peers.registrations[-1] == peers.incarnation
+
+            resume = trainer_pb2.ResumeTrainingRequest(**run, request_id="resume")
+            assert (await call(stub.ResumeTraining, resume, timeout_s=5)).paused_for.ToSeconds() >= 0
+            step: Any = await watched.read()
+            assert step.metrics.step == 1
+            assert "train/loss" in step.metrics.values
+        peers.epoch += 1
+        code, errors = await finish(process)
+        assert code == 1
+        assert "epoch 1 is old" in errors
+        assert not stage.shared_memory.exists()
+
+
+async def test_a_signal_stops_it(model: Path, tmp_path: Path) -> None:
+    async with make_stage("trainer-signal", model, tmp_path) as stage:
+        stage.peers.hold_batches = True
+        process = await stage.start()
+        await stage.peers.until(lambda: (1, 0) in stage.peers.published)
+        process.send_signal(signal.SIGTERM)
+        code, errors = await finish(process, 20)
+        assert code == 0, errors[-4000:]
+        assert not stage.shared_memory.exists()
+
+
+async def test_an_unknown_model_type_is_named(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    async with make_stage("trainer-unknown", other, tmp_path) as stage:
+        code, errors = await finish(await stage.start())
+        assert code == 2
+        assert "mamba" in errors
+        assert str(other / "config.json") in errors

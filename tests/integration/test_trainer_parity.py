@@ -1,0 +1,289 @@
+"""The trainer's model, loss and gradients against Hugging Face models and plain torch. Nothing is faked.
+
+The oracle of the loss is written here from its definition: one forward of the Hugging Face model for each sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer import hf_mapping, megatron
+from services.trainer.attention import should_pad
+from services.trainer.batch import Batch, Sample
+from services.trainer.export import export_hf
+from services.trainer.megatron import DEVICE
+from services.trainer.model import read_config
+from services.trainer.packing import make_pack
+from services.trainer.step import Learner
+from tests.tiny_models import VOCABULARY, save_model
+from tests.trainer_cases import make_batch, make_samples, make_spec
+
+pytestmark = pytest.mark.stack
+
+MODELS = {
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "qwen3-untied": {"family": "qwen3", "tied": False},
+    "llama": {"family": "llama", "tied": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "llama-tied": {"family": "llama", "tied": True},
+}
+EPS_LOW, EPS_HIGH = 0.2, 0.28
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    megatron.initialize(seed=1)
+    yield
+    megatron.destroy()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save_model(path, seed=3, **MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("qwen3")
+    return path, save_model(path, seed=5)
+
+
+def make_learner(path: Path, **sections: Any) -> Learner:
+    spec = make_spec(path, **sections)
+    learner = Learner(spec, read_config(path))
+    learner.load_initial_weights()
+    return learner
+
+
+def hf_log_probs(hf: Any, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the response tokens, from one forward of the whole sample."""
+    tokens = torch.tensor([sample.prompt + sample.response])
+    scores = torch.log_softmax(hf(tokens).logits[0].float() / temperature, -1)
+    first = len(sample.prompt)
+    return torch.stack([scores[first + i - 1, token] for i, token in enumerate(sample.response)])
+
+
+def packed_log_probs(learner: Learner, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    batch = make_batch(samples, 0, [range(len(samples))])
+    pack = make_pack(batch, batch.micro_batches[0], samples, DEVICE)
+    log_probs, _ = learner._observe([pack], 1)
+    return list(log_probs[0].split([len(one.response) for one in samples]))
+
+
+def test_logits_are_those_of_hugging_face(checkpoint: tuple[Path, Any]) -> None:
+    path, hf = checkpoint
+    learner = make_learner(path)
+    tokens = torch.randint(0, VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(96).expand(2, -1)
+    with torch.no_grad():
+        ours = learner.module(tokens, positions, None)
+        theirs = hf(tokens).logits
+    assert (ours - theirs).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("longest", [24, 200], ids=["padded", "by-segment"])
+def test_packed_is_one_by_one(checkpoint: tuple[Path, Any], longest: int) -> None:
+    path, hf = checkpoint
+    learner = make_learner(path)
+    samples = make_samples(7, seed=1)
+    if longest > 24:
+        samples = samples[:1] * 20 + make_samples(1, seed=2, longest=longest)
+        samples[-1] = replace(samples[-1], prompt=samples[-1].prompt * 100)
+        samples[-1] = replace(samples[-1], prompt=samples[-1].prompt[:400])
+    lengths = tuple(len(one.prompt) + len(one.response) - 1 for one in samples)
+    assert should_pad(lengths) == (longest == 24)
+    packed = packed_log_probs(learner, samples)
+    for sample, ours in zip(samples, packed, strict=True):
+        with torch.no_grad():
+            theirs = hf_log_probs(hf, sample)
+        assert (ours - theirs).abs().max() <= 1e-5
+        assert (ours - packed_log_probs(learner, [sample])[0]).abs().max() <= 1e-5
+
+
+def test_round_trip_is_exact(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = checkpoint
+    learner = make_learner(path)
+    original = load_file(path / "model.safetensors")
+    export_hf(learner, path, tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(exported[name], tensor), name
+    names = {file.name for file in (tmp_path / "hf").iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+
+
+def oracle(hf: Any, old: Sequence[torch.Tensor], batch: Batch, samples: Sequence[Sample]) -> torch.Tensor:
+    """GRPO's clipped loss: a token mean over each rollout, then a mean over rollouts, token by token."""
+    total = torch.zeros(())
+    for sample, row, before in zip(samples, batch.rows, old, strict=True):
+        for t, (now, then) in enumerate(zip(hf_log_probs(hf, sample), before, strict=True)):
+            ratio = torch.exp(now - then)
+            clipped = min(max(ratio, torch.tensor(1 - EPS_LOW)), torch.tensor(1 + EPS_HIGH))
+            loss = torch.maximum(-ratio * row.advantage, -clipped * row.advantage)
+            total = total + loss * sample.loss_mask[t] / max(1, sum(sample.loss_mask))
+    return total / len(samples)
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Main gradients by Hugging Face name."""
+    rules = hf_mapping.rules_of(learner.model)
+    found = {}
+    for name, parameter in learner.module.named_parameters():
+        grad = getattr(parameter, "main_grad").view(parameter.shape)  # noqa: B009  Megatron adds it
+        found |= dict(zip(rules[name].hf, hf_mapping.to_hf(rules[name], grad, learner.model), strict=True))
+    return found
+
+
+def loss_and_gradients(
+    learner: Learner, batch: Batch, samples: Sequence[Sample], old: Sequence[torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """What the learner computes for one optimizer step, without taking it."""
+    packs = [make_pack(batch, one, samples, DEVICE) for one in batch.micro_batches]
+    before = iter([torch.cat([old[row] for row in one.rows]) for one in batch.micro_batches])
+    learner.optimizer.zero_gradients()
+    sums = learner._run(packs, lambda data, model: learner._train_step(before, data, model), forward_only=False)
+    return sum(float(one["train/loss"]) for one in sums), {k: g.clone() for k, g in gradients(learner).items()}
+
+
+def shifted_log_probs(hf: Any, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """Old log-probs some way off, so that ratios fall on both sides of both clips."""
+    draw = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        return [hf_log_probs(hf, one) + 0.4 * torch.randn(len(one.response), generator=draw) for one in samples]
+
+
+def test_loss_and_gradients_are_those_of_the_definition(checkpoint: tuple[Path, Any]) -> None:
+    path, hf = checkpoint
+    samples = make_samples(6, seed=4)
+    batch = make_batch(samples, 0, [range(6)])
+    old = shifted_log_probs(hf, samples)
+    hf.zero_grad()
+    expected = oracle(hf, old, batch, samples)
+    expected.backward()
+    loss, grads = loss_and_gradients(make_learner(path), batch, samples, old)
+    assert math.isclose(loss, float(expected.detach()), abs_tol=1e-5)
+    for name, parameter in hf.named_parameters():
+        assert (grads[name] - parameter.grad).abs().max() <= 1e-5, name
+
+
+def test_loss_and_gradients_do_not_depend_on_micro_batches(qwen3: tuple[Path, Any]) -> None:
+    path, hf = qwen3
+    samples = make_samples(6, seed=4)
+    old = shifted_log_probs(hf, samples)
+    learner = make_learner(path)
+    whole, together = loss_and_gradients(learner, make_batch(samples, 0, [range(6)]), samples, old)
+    for cut in ([[0, 1], [2, 3, 4, 5]], [[5], [3, 0], [1], [2, 4]]):
+        loss, apart = loss_and_gradients(learner, make_batch(samples, 0, cut), samples, old)
+        assert math.isclose(loss, whole, abs_tol=1e-6)
+        for name, grad in together.items():
+            assert (apart[name] - grad).abs().max() <= 1e-6, name
+
+
+def test_the_temperature_divides_the_logits(qwen3: tuple[Path, Any]) -> None:
+    path, hf = qwen3
+    samples = make_samples(3, seed=6)
+    learner = make_learner(path, rollout={"temperature": 0.7})
+    with torch.no_grad():
+        for ours, sample in zip(packed_log_probs(learner, samples), samples, strict=True):
+            assert (ours - hf_log_probs(hf, sample, 0.7)).abs().max() <= 1e-5
+
+
+def test_a_step_is_that_of_torch_adamw(qwen3: tuple[Path, Any]) -> None:
+    """Two optimizer steps of one rollout: warm-up, clipping, weight decay on matrices only."""
+    path, _ = qwen3
+    hf = save_model(path, seed=5)
+    samples = make_samples(4, seed=8)
+    batch = make_batch(samples, 0, [[0, 1], [2, 3]], steps=2)
+    settings = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.5, "clip_grad": 0.3}
+    learner = make_learner(path, optimizer=settings, algorithm={"num_steps_per_rollout": 2})
+    metrics = learner.train(batch, samples)
+    groups = [
+        {"params": [p for p in hf.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in hf.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+    with torch.no_grad():
+        old = [hf_log_probs(hf, one) for one in samples]
+    norms = []
+    for step, rows in enumerate(([0, 1], [2, 3])):
+        part = replace(batch, rows=tuple(batch.rows[row] for row in rows))
+        adam.zero_grad()
+        oracle(hf, [old[row] for row in rows], part, [samples[row] for row in rows]).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.3)))
+        for group in adam.param_groups:
+            group["lr"] = 1e-2 * (step + 1) / 2
+        adam.step()
+    ours = dict(hf_mapping.hf_tensors(learner.module, learner.model))
+    for name, parameter in hf.named_parameters():
+        assert (ours[name] - parameter).abs().max() <= 2e-4, name
+    assert math.isclose(metrics["train/grad_norm"], sum(norms) / 2, rel_tol=1e-4)
+    assert metrics["train/lr"] == 1e-2
+    assert metrics["train/skipped_steps"] == 0
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(qwen3: tuple[Path, Any]) -> None:
+    path, _ = qwen3
+    learner = make_learner(path, algorithm={"num_steps_per_rollout": 2}, optimizer={"lr": 1e-3})
+    samples = make_samples(4, seed=8)
+    batch = make_batch(samples, 0, [[0, 1], [2, 3]], steps=2)
+    broken = replace(batch, rows=tuple(replace(row, advantage=math.nan) for row in batch.rows))
+    before = {name: tensor.clone() for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model)}
+    metrics = learner.train(broken, samples)
+    assert metrics["train/skipped_steps"] == 2
+    for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model):
+        assert torch.equal(tensor, before[name]), name
+    after = learner.train(batch, samples)
+    assert after["train/skipped_steps"] == 0
+    assert math.isfinite(after["train/loss"])
+    assert after["train/grad_norm"] > 0
+
+
+def test_observed_metrics(qwen3: tuple[Path, Any]) -> None:
+    path, hf = qwen3
+    samples = make_samples(5, seed=11)
+    batch = make_batch(samples, 0, [[3, 1], [0, 2, 4]])
+    metrics = make_learner(path).train(batch, samples)
+    gaps, entropies = [], []
+    with torch.no_grad():
+        for sample in samples:
+            first = len(sample.prompt)
+            scores = torch.log_softmax(hf(torch.tensor([sample.prompt + sample.response])).logits[0], -1)
+            spread = torch.distributions.Categorical(logits=scores[first - 1 : -1]).entropy()
+            mask = torch.tensor(sample.loss_mask)
+            gaps += [
+                abs(float(scores[first + t - 1, token]) - sample.rollout_log_probs[t])
+                for t, token in enumerate(sample.response)
+                if sample.loss_mask[t]
+            ]
+            entropies.append(float((spread * mask).sum() / max(1, int(mask.sum()))))
+    assert math.isclose(metrics["train/log_prob_gap_mean"], sum(gaps) / len(gaps), abs_tol=1e-4)
+    assert math.isclose(metrics["train/log_prob_gap_max"], max(gaps), abs_tol=1e-4)
+    assert math.isclose(metrics["train/entropy"], sum(entropies) / len(entropies), abs_tol=1e-4)
+    assert metrics["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["train/pg_clipfrac"] == 0
+
+
+def test_bfloat16_trains(qwen3: tuple[Path, Any]) -> None:
+    path, hf = qwen3
+    learner = make_learner(path, trainer={"dtype": "bfloat16"}, optimizer={"lr": 1e-3})
+    assert {p.dtype for p in learner.module.parameters()} == {torch.bfloat16}
+    samples = make_samples(4, seed=12)
+    with torch.no_grad():
+        for ours, sample in zip(packed_log_probs(learner, samples), samples, strict=True):
+            assert (ours - hf_log_probs(hf, sample)).abs().max() <= 0.2
+    batch = make_batch(samples, 0, [range(4)])
+    scores = []
+    for _ in range(8):
+        log_probs = packed_log_probs(learner, samples)
+        scores.append(sum(row.advantage * float(lp.mean()) for row, lp in zip(batch.rows, log_probs, strict=True)))
+        assert math.isfinite(learner.train(batch, samples)["train/loss"])
+    assert scores[-1] > scores[0] + 0.1

@@ -1,0 +1,118 @@
+"""Packing of micro-batches, and how attention groups what is packed. Nothing is faked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.trainer.attention import CoreAttention, make_segments, should_pad
+from services.trainer.batch import Batch, MicroBatch, Row, Sample
+from services.trainer.packing import Pack, make_pack
+
+CPU = torch.device("cpu")
+
+
+def make_batch(rows: list[Row], rollouts: tuple[int, ...], *micro_batches: MicroBatch) -> Batch:
+    return Batch(0, "", tuple(rows), rollouts, micro_batches, {})
+
+
+def test_a_pack_by_hand() -> None:
+    samples = [
+        Sample((5, 6, 7), (8, 9), (-0.1, -0.2), (1, 0)),
+        Sample((1,), (2, 3, 4), (-0.3, -0.4, -0.5), (0, 1, 1)),
+    ]
+    batch = make_batch([Row(0.5, 1), Row(-2.0, 4)], (8,), MicroBatch(0, (1, 0)))
+    pack = make_pack(batch, batch.micro_batches[0], samples, CPU)
+    assert pack.tokens.tolist() == [[1, 2, 3, 5, 6, 7, 8]]
+    assert pack.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert pack.segments.cu_seqlens_q.tolist() == [0, 3, 7]
+    assert pack.places.tolist() == [0, 1, 2, 5, 6]
+    assert pack.targets.tolist() == [2, 3, 4, 8, 9]
+    assert pack.mask.tolist() == [0, 1, 1, 1, 0]
+    assert pack.weights.tolist() == [0, 1 / 32, 1 / 32, 1 / 8, 0]
+    assert pack.advantages.tolist() == [-2, -2, -2, 0.5, 0.5]
+    assert pack.rollout_log_probs.tolist() == pytest.approx([-0.3, -0.4, -0.5, -0.1, -0.2])
+
+
+def test_each_optimizer_step_averages_over_its_own_rollouts() -> None:
+    samples = [Sample((1,), (2,), (0.0,), (1,)) for _ in range(3)]
+    batch = make_batch([Row(1.0, 1)] * 3, (1, 2), MicroBatch(0, (0,)), MicroBatch(1, (1, 2)))
+    packs = [make_pack(batch, one, samples, CPU) for one in batch.micro_batches]
+    assert [pack.weights.tolist() for pack in packs] == [[1.0], [0.5, 0.5]]
+
+
+def test_a_sample_without_response_has_no_targets() -> None:
+    samples = [Sample((1, 2), (), (), ()), Sample((3,), (4,), (-1.0,), (1,))]
+    batch = make_batch([Row(1.0, 1), Row(1.0, 1)], (2,), MicroBatch(0, (0, 1)))
+    pack = make_pack(batch, batch.micro_batches[0], samples, CPU)
+    assert (pack.tokens.tolist(), pack.places.tolist(), pack.targets.tolist()) == ([[1, 2, 3]], [2], [4])
+    alone = make_batch([Row(1.0, 1)], (1,), MicroBatch(0, (0,)))
+    assert make_pack(alone, alone.micro_batches[0], samples, CPU).targets.shape == (0,)
+
+
+def reduce(packs: list[Pack], values: dict[int, float]) -> float:
+    """Sum of a value of each target, with the packs' weights."""
+    return sum(float(w) * values[int(t)] for pack in packs for w, t in zip(pack.weights, pack.targets, strict=True))
+
+
+def test_a_mean_does_not_depend_on_how_a_step_is_cut() -> None:
+    draw = random.Random(3)
+    target = iter(range(10_000))
+    samples, rows = [], []
+    for _ in range(12):
+        n = draw.randint(1, 9)
+        mask = tuple(draw.randint(0, 1) for _ in range(n))
+        samples.append(Sample((0,) * draw.randint(1, 5), tuple(next(target) for _ in range(n)), (0.0,) * n, mask))
+        rows.append(Row(0.0, max(1, sum(mask))))
+    values = {t: draw.gauss(0, 1) for one in samples for t in one.response}
+    means = [
+        sum(m * values[t] for m, t in zip(one.loss_mask, one.response, strict=True)) / max(1, sum(one.loss_mask))
+        for one in samples
+    ]
+    for cut in ([12], [1] * 12, [5, 4, 3]):
+        order, micro_batches = list(range(12)), []
+        draw.shuffle(order)
+        for size in cut:
+            micro_batches.append(MicroBatch(0, tuple(order[:size])))
+            order = order[size:]
+        batch = make_batch(rows, (12,), *micro_batches)
+        packs = [make_pack(batch, one, samples, CPU) for one in micro_batches]
+        assert reduce(packs, values) == pytest.approx(sum(means) / 12, abs=1e-6)
+
+
+def test_padding_is_for_short_segments_of_similar_length() -> None:
+    assert should_pad((50, 60, 70))
+    assert should_pad((30,))
+    assert not should_pad((2000, 2000))
+    assert not should_pad((10,) * 50 + (900,))
+
+
+@pytest.mark.parametrize("lengths", [(3, 7, 1, 5), (1,), (1,) * 40 + (300,)])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_attention_stays_inside_segments(lengths: tuple[int, ...], key_heads: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, n, 8, generator=draw) for n in (4, key_heads, key_heads))
+    attention = CoreAttention.__new__(CoreAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale = None
+    found = attention(q, k, v, packed_seq_params=make_segments(lengths, CPU))
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    expected = torch.cat([causal_attention(*part) for part in parts])
+    assert found.shape == (total, 32)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By the definition, head by head."""
+    heads = []
+    for head in range(q.shape[1]):
+        mine = head * k.shape[1] // q.shape[1]
+        scores = q[:, head] @ k[:, mine].T / q.shape[2] ** 0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        heads.append(F.softmax(scores.masked_fill(later, -torch.inf), -1) @ v[:, mine])
+    return torch.cat(heads, -1)
