@@ -1,0 +1,161 @@
+"""Runs transfer sessions, one at a time, each in a thread of its own that may outlive its session.
+
+Nothing can interrupt a thread that waits for the network. An abort therefore answers the caller at once, wakes ranks
+that are still joining, and leaves the thread to end with its connections, or at the deadline of the session at last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from services.common.errors import Aborted, FailedPrecondition
+from services.weight_sync.agent.holder import Encoded, Held
+from services.weight_sync.records import WireBucket
+from services.weight_sync.transport import SessionError, Transport, abort_session, own_stream
+
+CLOSE_S = 2.0
+"""A thread that is woken ends within milliseconds."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOrder:
+    """One rank's part in a session."""
+
+    session_id: str
+    rendezvous: str
+    rank: int
+    world_size: int
+    receivers: range
+    """Their ranks."""
+    buckets: tuple[WireBucket, ...] = field(repr=False)
+    """What this rank sends."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A transfer that every receiver has confirmed."""
+
+    digest: str
+    wire_seconds: float
+
+
+@dataclass(slots=True)
+class _Session:
+    order: TransferOrder
+    cancelled: threading.Event
+    result: asyncio.Future[Sent]
+    thread: threading.Thread
+
+
+class Sender:
+    """Sends what is held. Lives in one event loop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._session: _Session | None = None
+
+    async def run(self, order: TransferOrder, held: Held) -> Sent:
+        """Send in a session, or join the one of that name that runs; another one is aborted.
+
+        Raises:
+            Aborted: The session was cut short.
+            FailedPrecondition: The weights cannot be encoded.
+        """
+        session, old = self._session, None
+        if session is None or session.order.session_id != order.session_id:
+            old, session = session, _open(order, held, self._device)
+            self._session = session
+        if old is not None:
+            await _end(old)
+        try:
+            return await asyncio.shield(session.result)
+        except SessionError as error:
+            raise Aborted(f"session {order.session_id}: {error}") from error
+        except ValueError as error:
+            raise FailedPrecondition(str(error)) from error
+
+    async def abort(self, session_id: str) -> None:
+        """Cut a session short; nothing if it is not the one that runs."""
+        if self._session is not None and self._session.order.session_id == session_id:
+            await _end(self._session)
+
+    async def close(self) -> None:
+        """End what runs, before the process does: an interpreter must not go from under a thread inside torch."""
+        if self._session is not None:
+            await _end(self._session)
+            await asyncio.to_thread(self._session.thread.join, CLOSE_S)
+
+
+def _open(order: TransferOrder, held: Held, device: torch.device) -> _Session:
+    cancelled = threading.Event()
+    result, thread = in_thread(lambda: _send(order, held, device, cancelled), f"send {order.session_id}")
+    return _Session(order, cancelled, result, thread)
+
+
+async def _end(session: _Session) -> None:
+    if session.result.done():
+        return
+    session.cancelled.set()
+    session.result.set_exception(SessionError("it was aborted"))
+    session.result.exception()  # seen, also when nobody waits
+    order = session.order
+    await asyncio.to_thread(abort_session, order.rendezvous, order.session_id, order.world_size)
+
+
+def _send(order: TransferOrder, held: Held, device: torch.device, cancelled: threading.Event) -> Sent:
+    deadline_s = time.monotonic() + order.timeout_s
+    with own_stream(device):
+        return _send_on_stream(order, held.encode(order.buckets, device), device, deadline_s, cancelled)
+
+
+def _send_on_stream(
+    order: TransferOrder, encoded: Encoded, device: torch.device, deadline_s: float, cancelled: threading.Event
+) -> Sent:
+    begun = time.monotonic()
+    join = Transport(order.rendezvous, order.session_id, order.rank, order.world_size, deadline_s, device)
+    with closing(join) as transport:
+        for buffer in encoded.buffers:
+            if cancelled.is_set():
+                raise SessionError("it was aborted")
+            transport.send(buffer, order.receivers)
+        if encoded.buffers:
+            transport.await_confirmation(order.receivers)
+    return Sent(str(encoded.digest), time.monotonic() - begun)
+
+
+def in_thread(work: Callable[[], T], name: str) -> tuple[asyncio.Future[T], threading.Thread]:
+    """Run blocking work in a daemon thread, which does not keep the process alive as a pool's thread would."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: Exception | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # pyright: ignore[reportArgumentType]
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = work()
+        except Exception as error:  # noqa: BLE001  carried over to whoever awaits the future
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return result, thread

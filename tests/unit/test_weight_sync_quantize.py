@@ -1,0 +1,114 @@
+"""Block quantisation against a numpy oracle, byte for byte. Nothing is faked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.weight_sync.quantize import dequantize, quantize
+from tests import weight_sync_oracles as oracle
+
+SHAPES = [(1, 1), (1, 128), (128, 1), (3, 5), (127, 129), (128, 128), (129, 127), (256, 384), (300, 200), (1, 1000)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_equal_to_oracle(x: torch.Tensor) -> None:
+    values, scales = quantize(x)
+    codes, expected_scales = oracle.quantize(x.float().numpy())
+    np.testing.assert_array_equal(scales.numpy().view(np.uint32), expected_scales.view(np.uint32))
+    np.testing.assert_array_equal(values.view(torch.uint8).numpy(), codes)
+    assert values.shape == x.shape and values.is_contiguous() and scales.is_contiguous()
+
+
+def noise(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_noise_is_quantised_as_the_oracle_does(shape, dtype):
+    assert_equal_to_oracle(noise(shape, dtype))
+
+
+def test_every_code_and_every_tie_between_codes():
+    codes = oracle.E4M3_MAGNITUDES
+    points = np.concatenate([codes, (codes[1:] + codes[:-1]) / 2])
+    row = np.concatenate([points, -points]).astype(np.float32)
+    block = np.zeros((2, 384), np.float32)  # a maximum of 448 in each of the three blocks makes the scale exactly 1
+    block[0, : len(row) // 2], block[1, : len(row) // 2] = row[: len(row) // 2], row[len(row) // 2 :]
+    block[1, [383, 255, 127]] = 448
+    assert_equal_to_oracle(torch.from_numpy(block))
+
+
+@pytest.mark.parametrize(
+    "factor", [1e-45, 1e-40, 1e-38, 1e-20, 1e-13, 1e-12, 1.0, 1e30, 1e38], ids=lambda factor: f"{factor:g}"
+)
+def test_extreme_magnitudes(factor):
+    x = noise((130, 140), torch.float32) * factor
+    x.clamp_(-3.4e38, 3.4e38)
+    assert_equal_to_oracle(x)
+
+
+def test_blocks_of_zeros_keep_the_sign_of_zero():
+    x = torch.zeros(256, 256)
+    x[:128, 128:] = -0.0
+    x[200, 200] = 3.0
+    assert_equal_to_oracle(x)
+    values, scales = quantize(x)
+    assert scales[0, 0] == np.float32(1e-12) / np.float32(448)
+    back = dequantize(values, scales, torch.float32)
+    assert back[x == 0].equal(x[x == 0]) and back.signbit().equal(x.signbit())
+
+
+@given(
+    rows=st.integers(1, 300),
+    columns=st.integers(1, 300),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES[:2]),
+)
+@settings(max_examples=30, deadline=None)
+def test_random_shapes_and_ranges(rows, columns, exponent, seed, dtype):
+    spread = noise((rows, columns), torch.float32, seed + 1) * 4
+    assert_equal_to_oracle((noise((rows, columns), torch.float32, seed) * torch.exp2(spread + exponent)).to(dtype))
+
+
+def test_strides_do_not_matter():
+    x = noise((300, 600), torch.float32)
+    for view in (x.T, x[::2, 1::3], x[:, 100:250]):
+        assert_equal_to_oracle(view)
+
+
+def test_the_input_is_left_alone():
+    x = noise((256, 256), torch.float32)
+    before = x.clone()
+    quantize(x)
+    assert x.equal(before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_an_error_that_names_the_tensor(bad):
+    x = noise((200, 200), torch.float32)
+    x[199, 150] = bad
+    with pytest.raises(ValueError, match=r"layers\.3\.weight"):
+        quantize(x, "layers.3.weight")
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (200, 300)])
+def test_error_bound(shape):
+    x = noise(shape, torch.float32) * torch.exp2(noise(shape, torch.float32, 1) * 5)
+    values, scales = quantize(x)
+    spread = torch.repeat_interleave(torch.repeat_interleave(scales, 128, 0), 128, 1)[: shape[0], : shape[1]]
+    bound = torch.maximum(x.abs() * 2**-4, spread * 2**-10) * (1 + 2**-20)  # room for the rounding of float32 itself
+    assert ((dequantize(values, scales, torch.float32) - x).abs() <= bound).all()
+
+
+def test_dequantise_equals_the_oracle():
+    x = noise((200, 300), torch.float32)
+    values, scales = quantize(x)
+    expected = oracle.dequantize(*oracle.quantize(x.numpy()))
+    assert dequantize(values, scales, torch.float32).equal(torch.from_numpy(expected))
+    assert dequantize(values, scales, torch.bfloat16).equal(torch.from_numpy(expected).bfloat16())
