@@ -91,8 +91,8 @@ class RolloutSpec(Strict):
     """Rollout steps of the whole run."""
     rollout_batch_size: int = Field(ge=1)
     """Groups in a batch."""
-    n_samples_per_prompt: int = Field(ge=1)
-    """Samples in a group."""
+    n_samples_per_prompt: int = Field(ge=2)
+    """Samples in a group; the baseline needs at least two."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits, in the engine and in the trainer."""
     max_response_tokens: int = Field(default=1024, ge=1)
@@ -155,7 +155,7 @@ class TrainerSpec(Strict):
     num_threads: int = Field(default=0, ge=0)
     """CPU threads; 0 leaves it to torch."""
     seed: int = 1234
-    """Seed of the order in which a rollout's samples meet the optimizer, and of dropout-free initialisation."""
+    """Seed of Megatron's random-number states."""
 
 
 class WeightSyncSpec(Strict):
@@ -248,6 +248,20 @@ class ServicesSpec(Strict):
     engines: list[Endpoint] = [_default_endpoint(20)]
     """One for each engine."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        """Naming one field of an endpoint keeps the defaults of the others."""
+        if not isinstance(value, dict):
+            return value
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        return {
+            name: defaults[name].model_dump() | given
+            if isinstance(given, dict) and isinstance(defaults.get(name), Endpoint)
+            else given
+            for name, given in value.items()
+        }
+
     @field_validator("weight_agents")
     @classmethod
     def _one_rank(cls, value: list[Endpoint]) -> list[Endpoint]:
@@ -301,11 +315,6 @@ class RunSpec(Strict):
             raise ValueError(
                 f"algorithm.num_steps_per_rollout = {self.algorithm.num_steps_per_rollout} does not divide the "
                 f"{samples} samples of a batch (rollout_batch_size x n_samples_per_prompt)"
-            )
-        if self.rollout.n_samples_per_prompt == 1 and self.rollout.dynamic_sampling_filter == "nonzero_std":
-            raise ValueError(
-                "rollout.dynamic_sampling_filter = 'nonzero_std' needs n_samples_per_prompt of at least 2: "
-                "a group of one sample has no spread, so every group would be dropped"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if longest > self.engine.max_model_len:

@@ -1,0 +1,106 @@
+"""The run spec: overrides, bad input, round trip."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.spec import SpecError, load_run
+
+MINIMAL = """
+run_id = "r"
+[model]
+hf_checkpoint = "model"
+[data]
+prompt_data = "data.jsonl"
+[rollout]
+num_rollout = 2
+rollout_batch_size = 4
+n_samples_per_prompt = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def refused(path, *overrides: str, environ=None) -> str:
+    with pytest.raises(SpecError) as caught:
+        load_run(path, overrides, environ or {})
+    return str(caught.value)
+
+
+def test_paths_are_relative_to_the_file(run_file):
+    spec = load_run(run_file, environ={})
+    assert spec.data.prompt_data == run_file.parent / "data.jsonl"
+    assert spec.run_dir == run_file.parent / "runs" / "r"
+
+
+def test_set_wins_over_environment_wins_over_file(run_file):
+    environ = {"FLOTILLA__ROLLOUT__NUM_ROLLOUT": "5", "FLOTILLA__OPTIMIZER__LR": "1e-3"}
+    spec = load_run(run_file, ["rollout.num_rollout=7"], environ)
+    assert (spec.rollout.num_rollout, spec.optimizer.lr) == (7, 1e-3)
+
+
+def test_entries_of_lists_can_be_set(run_file):
+    text = "\n[[services.engines]]\ngrpc_port = 1000\nhttp_port = 1001\n"
+    run_file.write_text(MINIMAL + text)
+    spec = load_run(run_file, ["services.engines.0.host=gpu1"], {})
+    assert spec.services.engines[0].grpc == "gpu1:1000"
+
+
+def test_resolved_spec_reads_back_the_same(run_file, tmp_path):
+    spec = load_run(run_file, ["weight_sync.quantization=none"], {})
+    copy = tmp_path / "copy.toml"
+    copy.write_text(spec.to_toml())
+    again = load_run(copy, environ={})
+    assert again == spec and again.digest() == spec.digest()
+
+
+def test_digest_ignores_where_it_runs_but_not_what_it_computes(run_file):
+    digest = load_run(run_file, environ={}).digest()
+    assert load_run(run_file, ["redis.port=9999", "services.buffer.host=b"], {}).digest() == digest
+    assert load_run(run_file, ["optimizer.lr=0.5"], {}).digest() != digest
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.batch=3", ["rollout.batch", "unknown key"]),
+        ("rollout.num_rollout=many", ["rollout.num_rollout", "integer"]),
+        ("rollout.num_rollout=0", ["rollout.num_rollout"]),
+        ("rollout.n_samples_per_prompt=1", ["rollout.n_samples_per_prompt"]),
+        ("algorithm.num_steps_per_rollout=3", ["num_steps_per_rollout", "8 samples"]),
+        ("engine.max_model_len=100", ["engine.max_model_len", "100"]),
+        ("reward.grader=guess", ["reward.grader", "deepscaler"]),
+        ("run_id=Has Space", ["run_id"]),
+        ("services.buffer.grpc_port=99999", ["services.buffer.grpc_port"]),
+        ("services.weight_agents=[]", ["services.weight_agents"]),
+        ("nonsense", ["section.field=value"]),
+        ("run_id.x=1", ["run_id", "not a section"]),
+    ],
+)
+def test_bad_values_name_the_field(run_file, override, words):
+    message = refused(run_file, override)
+    assert all(word in message for word in words), message
+
+
+def test_missing_file_and_bad_toml(tmp_path):
+    assert "no such run spec" in refused(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("run_id = ")
+    assert str(broken) in refused(broken)
+
+
+def test_missing_section_is_named(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('run_id = "r"\n')
+    message = refused(path)
+    assert "model: missing" in message and "rollout: missing" in message
+
+
+def test_missing_inputs_are_named(run_file):
+    with pytest.raises(SpecError, match=r"model\.hf_checkpoint"):
+        load_run(run_file, environ={}).check_files()
