@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
 
 from services.buffer.errors import redis_errors
 from services.buffer.states import State
@@ -28,6 +30,7 @@ KEEP_PAYLOAD_S = 3600
 """How long tokens of dropped and committed groups stay readable."""
 SOCKET_TIMEOUT_S = 10.0
 POOL_SIZE = 32
+RETRIES = 3
 REQUIRED_REDIS = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 """What a ledger needs: with less, an acknowledged write can be lost (`everysec` loses some on a kill of Redis)."""
 
@@ -144,6 +147,8 @@ class Ledger:
             timeout=SOCKET_TIMEOUT_S,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=SOCKET_TIMEOUT_S,
+            # Every script may be repeated: it checks state, token or request_id before it changes anything.
+            retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES),
         )
         # redis-py declares every command as both blocking and awaitable, which no type checker can follow.
         self._redis: Any = Redis(connection_pool=pool)

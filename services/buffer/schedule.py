@@ -49,11 +49,11 @@ def _first_fit(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
 
 
 def _round_up(bins: list[list[int]], lengths: Sequence[int], multiple: int) -> list[list[int]]:
-    """Split the heaviest bins in two until their number is a multiple."""
+    """Split the heaviest bins in two until their number is a multiple; where nothing can be split, add empty ones."""
     while len(bins) % multiple:
         splittable = [one for one in bins if len(one) > 1]
         if not splittable:
-            raise ValueError(f"{sum(map(len, bins))} samples cannot be spread over {multiple} data-parallel ranks")
+            return bins + [[] for _ in range(-len(bins) % multiple)]
         heaviest = max(splittable, key=lambda one: sum(lengths[row] for row in one))
         bins.remove(heaviest)
         bins += _halves(heaviest, lengths)

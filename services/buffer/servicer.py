@@ -138,10 +138,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     def _add_schedule(self, manifest: pb.BatchManifest, request: pb.LeaseBatchRequest) -> None:
         lengths = [row.prompt_tokens + row.response_tokens for row in manifest.rows]
         steps = [row.optimizer_step for row in manifest.rows]
-        try:
-            plans = make_schedule(lengths, steps, request.data_parallel_size, request.max_tokens_per_micro_batch)
-        except ValueError as error:
-            raise InvalidArgument(str(error), "data_parallel_size") from None
+        plans = make_schedule(lengths, steps, request.data_parallel_size, request.max_tokens_per_micro_batch)
         manifest.micro_batches.extend(
             pb.MicroBatch(optimizer_step=p.optimizer_step, data_parallel_rank=p.data_parallel_rank, rows=p.rows)
             for p in plans

@@ -5,6 +5,7 @@ The reward service is scripted and the test plays gateway, trainer and weight_sy
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import statistics
@@ -257,8 +258,7 @@ async def test_evaluation_goes_first_and_is_written(buffer):
     for _ in range(100):
         if path.exists():
             break
-        time.sleep(0.02)
-        await buffer.stats()
+        await asyncio.sleep(0.05)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["response"] for row in rows] == ["0", "0"] and "eval 0" in rows[0]["prompt"]
     assert len(await buffer.lease()) == 2, "then training work flows"
