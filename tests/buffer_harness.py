@@ -77,6 +77,9 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
             ]
         )
 
+    async def ListGraders(self, request, context):
+        return reward_pb2.ListGradersResponse()
+
 
 def first_is_right(response: str) -> float:
     """1 for the response of sample 0, 0 for the others."""
@@ -194,6 +197,7 @@ class Buffer:
 
     async def until(self, **wanted: int) -> dict[str, int]:
         """Wait until the counts are as wanted."""
+        found: dict[str, int] = {}
         for _ in range(200):
             found = await self.counts()
             if all(found.get(state, 0) == count for state, count in wanted.items()):

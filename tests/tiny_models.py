@@ -25,7 +25,8 @@ def save_tokenizer(path: Path) -> Any:
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
+    for tag in ("<think>", "</think>"):
+        tokenizer.add_tokens(AddedToken(tag, special=False, normalized=False))
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
     return tokenizer

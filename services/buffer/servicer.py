@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 
 import grpc
 
@@ -22,8 +23,8 @@ PAGE_BYTES = 16 << 20
 MAX_ROWS = 4096
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
-SEEDS_PER_GROUP = 1 << 16
-"""Room for the samples of a group between the seeds of two groups."""
+SEED_BITS = 48
+"""Base seeds are spread over all of them: generators that use only the low bits still tell groups apart."""
 
 Context = grpc.aio.ServicerContext
 
@@ -79,7 +80,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
                 for i in range(self._run.group_size(group.group_id))
                 if i not in done
             ],
-            seed=(rollout.seed << 40) + group.number("issue") * SEEDS_PER_GROUP,
+            seed=_group_seed(rollout.seed, group.group_id),
             required_version=live if group.is_evaluation else None,
         )
 
@@ -291,6 +292,11 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             ],
             complete=all(one.complete for one in results),
         )
+
+
+def _group_seed(seed: int, group_id: str) -> int:
+    """Base seed of a group, the same at every attempt; sample i adds i."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{group_id}".encode()).digest()) >> (256 - SEED_BITS)
 
 
 def _batch_summary(number: int, fields: dict[bytes, bytes]) -> pb.BatchSummary:

@@ -31,8 +31,8 @@ from services.common.service import Backoff
 
 EXPIRE_EVERY_S = 0.5
 """With the lease's time to live, bounds how long a dead gateway's work stays away."""
-GRADE_CHUNK_GROUPS = 32
-"""Groups in one Grade call: few calls, and none too large."""
+GRADE_CHUNK_SAMPLES = 256
+"""Samples in one Grade call: few calls, and none too large."""
 GRADE_TIMEOUT_S = 120.0
 GRADE_PATIENCE_S = 30.0
 
@@ -93,8 +93,9 @@ class Worker:
             for group_id in await self._ledger.group_ids(ledger, State.SCORED) if ledger == "train" else ():
                 await self._settle(group_id)
             waiting = [g for g in await self._ledger.group_ids(ledger, State.GENERATED) if g not in self._grading]
-            for at in range(0, len(waiting), GRADE_CHUNK_GROUPS):
-                self._start_grading(waiting[at : at + GRADE_CHUNK_GROUPS])
+            size = max(1, GRADE_CHUNK_SAMPLES // max(map(self._run.group_size, waiting), default=1))
+            for at in range(0, len(waiting), size):
+                self._start_grading(waiting[at : at + size])
 
     def _start_grading(self, group_ids: list[str]) -> None:
         self._grading.update(group_ids)

@@ -74,7 +74,7 @@ class EvaluationSpec(Strict):
     """Data sets by name; none switches evaluation off."""
     interval: int = Field(default=20, ge=1)
     """Evaluate every so many rollout steps, before the first and after the last."""
-    n_samples_per_prompt: int = Field(default=1, ge=1)
+    n_samples_per_prompt: int = Field(default=1, ge=1, le=1024)
     """Samples of each prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
@@ -91,7 +91,7 @@ class RolloutSpec(Strict):
     """Rollout steps of the whole run."""
     rollout_batch_size: int = Field(ge=1)
     """Groups in a batch."""
-    n_samples_per_prompt: int = Field(ge=2)
+    n_samples_per_prompt: int = Field(ge=2, le=1024)
     """Samples in a group; the baseline needs at least two."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits, in the engine and in the trainer."""
@@ -182,6 +182,8 @@ class EngineSpec(Strict):
     """Size of the KV cache on CPU, in GiB."""
     enforce_eager: bool = True
     """Off compiles the model first: slower start, faster tokens."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of one engine; 0 leaves it to torch."""
     server_concurrency: int = Field(default=512, ge=1)
     """Samples that the gateway gives one engine at once."""
 
@@ -191,6 +193,8 @@ class RewardSpec(Strict):
 
     grader: Literal["deepscaler"] = "deepscaler"
     """Name of the grader."""
+    require_think: bool = True
+    """A response that never closes `<think>` gets no reward; off also grades models that do not think aloud."""
     workers: int = Field(default=1, ge=1)
     """Worker processes."""
     timeout_s: float = Field(default=2.0, gt=0)

@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 
+import grpc
 import pytest
 
 from flotilla.buffer.v1 import buffer_pb2 as pb
@@ -357,7 +358,7 @@ async def test_malformed_samples_are_refused_by_field(buffer):
         request = pb.SubmitSamplesRequest(
             run_id=RUN_ID, request_id="x", lease_token=lease.lease_token, group_id=lease.group_id, samples=[sample]
         )
-        with pytest.raises(Exception, match=field) as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
             await buffer.stub.SubmitSamples(request, timeout=5)
         assert caught.value.code().name == "INVALID_ARGUMENT"
     assert await buffer.counts() == {"GENERATING": 1}

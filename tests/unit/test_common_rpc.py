@@ -9,6 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -32,6 +33,8 @@ from tests.conftest import free_ports
 class Scripted(reward_pb2_grpc.RewardServiceServicer):
     """Raises what it is told to; counts calls."""
 
+    stub: reward_pb2_grpc.RewardServiceAsyncStub
+
     def __init__(self) -> None:
         self.raises: list[Exception] = []
         self.calls = 0
@@ -41,6 +44,9 @@ class Scripted(reward_pb2_grpc.RewardServiceServicer):
         if self.raises:
             raise self.raises.pop(0)
         return reward_pb2.GradeResponse()
+
+    async def ListGraders(self, request, context):
+        return reward_pb2.ListGradersResponse()
 
 
 @pytest.fixture
@@ -99,7 +105,8 @@ async def test_bad_request_names_the_field_on_the_wire(scripted):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await scripted.stub.Grade(reward_pb2.GradeRequest(), timeout=5)
     details = error_details_pb2.BadRequest()
-    status = rpc_status.from_call(caught.value)
+    status = rpc_status.from_call(cast(Any, caught.value))
+    assert status is not None
     assert any(detail.Unpack(details) for detail in status.details)
     assert details.field_violations[0].field == "items"
 
@@ -164,7 +171,7 @@ async def test_endpoints_health_and_reflection():
         host.board.checks["redis"] = lambda: "away"
         seen["unready"] = await asyncio.to_thread(fetch, host.endpoint.http, "/readyz")
         channel = open_channel(host.endpoint.grpc)
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         seen["health"] = (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
         await channel.close()
         grpcurl = Path(sys.executable).parent / "grpcurl"

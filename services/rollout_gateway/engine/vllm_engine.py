@@ -169,6 +169,8 @@ def _load(spec: RunSpec, worker_extension: str) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # Threads that spin while they wait for each other halve the speed where other services want the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if spec.engine.num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
