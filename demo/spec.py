@@ -1,0 +1,81 @@
+"""The run specs that the demo writes: one for its own tiny model, one for a model and data of the user's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_USER_MODEL_LEN = 1024
+"""Tokens of prompt and response together that a run with a user's model is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads and where it writes; absolute paths."""
+
+    run_id: str
+    run_dir: Path
+    model: Path
+    prompts: Path
+    evaluation: Path | None
+    seed: int
+    steps: int
+    shuffle_rewards: bool
+
+
+def arithmetic_spec(inputs: Inputs) -> dict[str, Any]:
+    """GRPO on word problems with the warm-started model: minutes on two cores."""
+    return _common(inputs) | {
+        "data": {"prompt_data": str(inputs.prompts), "max_prompt_tokens": 128, "seed": inputs.seed},
+        "evaluation": _evaluation(inputs, max_response_tokens=64),
+        "rollout": _rollout(inputs, rollout_batch_size=32, max_response_tokens=64),
+        "optimizer": {"lr": 5e-4, "weight_decay": 0.1, "adam_beta2": 0.98},
+        "engine": {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 256, "kv_cache_gib": 0.5},
+    }
+
+
+def own_model_spec(inputs: Inputs, max_position_embeddings: int) -> dict[str, Any]:
+    """A cautious start for a pretrained model; edit the file that the demo writes and continue from there."""
+    max_model_len = min(MAX_USER_MODEL_LEN, max_position_embeddings)
+    half = max_model_len // 2
+    return _common(inputs) | {
+        "data": {"prompt_data": str(inputs.prompts), "max_prompt_tokens": half, "seed": inputs.seed},
+        "evaluation": _evaluation(inputs, max_response_tokens=half),
+        "rollout": _rollout(inputs, rollout_batch_size=8, max_response_tokens=half),
+        "optimizer": {"lr": 1e-6, "weight_decay": 0.1, "adam_beta2": 0.98},
+        "engine": {"dtype": "float32", "max_model_len": max_model_len, "max_num_seqs": 64},
+    }
+
+
+def _common(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "run_id": inputs.run_id,
+        "run_dir": str(inputs.run_dir),
+        "model": {"hf_checkpoint": str(inputs.model)},
+        "algorithm": {"num_steps_per_rollout": 2, "eps_clip": 0.2, "eps_clip_high": 0.28},
+        "trainer": {"dtype": "float32", "save_interval": 5, "seed": inputs.seed},
+        "weight_sync": {"quantization": "fp8_block_128"},
+    }
+
+
+def _rollout(inputs: Inputs, **sizes: int) -> dict[str, Any]:
+    return {
+        "num_rollout": inputs.steps,
+        "n_samples_per_prompt": 8,
+        "temperature": 1.0,
+        "seed": inputs.seed,
+        "shuffle_rewards": inputs.shuffle_rewards,
+        **sizes,
+    }
+
+
+def _evaluation(inputs: Inputs, max_response_tokens: int) -> dict[str, Any]:
+    if inputs.evaluation is None:
+        return {}
+    return {
+        "interval": 10,
+        "temperature": 0.0,
+        "max_response_tokens": max_response_tokens,
+        "sets": {"held-out": {"prompt_data": str(inputs.evaluation)}},
+    }
