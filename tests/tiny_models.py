@@ -15,8 +15,8 @@ VOCABULARY = 320
 
 def save_tokenizer(path: Path) -> Any:
     """A tokenizer of one token a byte, with chat template; also saved to `path`."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AddedToken, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}

@@ -12,17 +12,17 @@ from services.weight_sync.quantize import ABSMAX_FLOOR, FP8_MAX
 
 @triton.jit
 def _quantize_block(
-    x_ptr: Any,
-    values_ptr: Any,
-    scales_ptr: Any,
-    rows: Any,
-    columns: Any,
-    row_stride: Any,
-    column_stride: Any,
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
     block: tl.constexpr,
     fp8_max: tl.constexpr,
     floor: tl.constexpr,
-) -> None:
+):
     block_row = tl.program_id(0).to(tl.int64)
     block_column = tl.program_id(1).to(tl.int64)
     row = block_row * block + tl.arange(0, block)[:, None]
