@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_USER_MODEL_LEN = 1024
-"""Tokens of prompt and response together that a run with a user's model is given."""
+USER_PROMPT_TOKENS = 512
+USER_RESPONSE_TOKENS = 256
+"""What a run with a user's model is given: a model of 100 million parameters then takes minutes a step on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,31 @@ def arithmetic_spec(inputs: Inputs) -> dict[str, Any]:
         "evaluation": _evaluation(inputs, max_response_tokens=64),
         "rollout": _rollout(inputs, rollout_batch_size=32, max_response_tokens=64),
         "optimizer": {"lr": 5e-4, "weight_decay": 0.1, "adam_beta2": 0.98},
-        "engine": {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 256, "kv_cache_gib": 0.5},
+        "engine": {
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": 256,
+            "kv_cache_gib": 0.5,
+            "num_threads": 1,
+        },
     }
 
 
 def own_model_spec(inputs: Inputs, max_position_embeddings: int) -> dict[str, Any]:
     """A cautious start for a pretrained model; edit the file that the demo writes and continue from there."""
-    max_model_len = min(MAX_USER_MODEL_LEN, max_position_embeddings)
-    half = max_model_len // 2
+    max_model_len = min(USER_PROMPT_TOKENS + USER_RESPONSE_TOKENS, max_position_embeddings)
+    response_tokens = min(USER_RESPONSE_TOKENS, max_model_len // 2)
     return _common(inputs) | {
-        "data": {"prompt_data": str(inputs.prompts), "max_prompt_tokens": half, "seed": inputs.seed},
-        "evaluation": _evaluation(inputs, max_response_tokens=half),
-        "rollout": _rollout(inputs, rollout_batch_size=8, max_response_tokens=half),
+        "data": {
+            "prompt_data": str(inputs.prompts),
+            "max_prompt_tokens": max_model_len - response_tokens,
+            "seed": inputs.seed,
+        },
+        "evaluation": _evaluation(inputs, max_response_tokens=response_tokens),
+        "rollout": _rollout(inputs, rollout_batch_size=4, n_samples_per_prompt=4, max_response_tokens=response_tokens),
         "optimizer": {"lr": 1e-6, "weight_decay": 0.1, "adam_beta2": 0.98},
         "engine": {"dtype": "float32", "max_model_len": max_model_len, "max_num_seqs": 64},
+        "reward": {"require_think": False},
     }
 
 
