@@ -193,7 +193,8 @@ class Supervisor:
 
 def _inherited_environment() -> dict[str, str]:
     """Ours without overrides of the run spec: those are in the resolved spec, and paths must not be resolved twice."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    # Threads that spin while they wait take the processors from the other services.
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
 
 
 @contextmanager
