@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from demo.checks import BadInput, check_model, check_prompts
 from demo.data import HELD_OUT_ROWS, TRAINING_ROWS, write_prompts
-from demo.outcome import judge, read_rewards
+from demo.outcome import Judgement, judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.problems import Split
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
 from services.common.service import EXIT_BAD_INPUT
@@ -166,10 +166,20 @@ def conclude(args: argparse.Namespace, spec_file: Path) -> int:
     places |= {"report": run_dir / "report", "trained model": run_dir / "hf", "logs": run_dir / "logs"}
     for what, path in places.items():
         console.print(f"{what:>14}: {path}")
-    judgement = judge(read_rewards(run_dir), quick=args.quick)
+    if args.model:
+        return 0
+    judgement = judgement_of(args, run_dir)
     console.print(judgement.words)
-    must_learn = not args.model and not args.shuffle_rewards
-    return EXIT_NOT_LEARNED if must_learn and not judgement.passed else 0
+    return 0 if judgement.passed else EXIT_NOT_LEARNED
+
+
+def judgement_of(args: argparse.Namespace, run_dir: Path) -> Judgement:
+    """What this kind of run must show."""
+    if args.shuffle_rewards:
+        return judge_control(read_gain(run_dir))
+    if args.quick:
+        return judge_quick(read_rewards(run_dir))
+    return judge(read_rewards(run_dir), read_gain(run_dir))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tomli_w
 
 from demo.__main__ import parse_arguments, prepare
 from demo.checks import BadInput, check_model, check_prompts
-from demo.outcome import judge, read_rewards
+from demo.outcome import judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
 from demo.warm_start import Recipe, WarmStartReport
 from services.common.spec import load_run
@@ -158,16 +158,25 @@ def test_arguments_that_do_not_fit_are_refused(arguments: list[str], monkeypatch
     assert refused.value.code == 2
 
 
-def test_the_demo_passes_once_five_steps_reach_the_target() -> None:
-    assert judge([0.4] * 20 + [0.8] * 5 + [0.7] * 5, quick=False).passed
-    assert not judge([0.4] * 20 + [0.85] * 4, quick=False).passed
-    assert not judge([], quick=False).passed
+def test_the_demo_passes_once_five_steps_reach_the_target_and_held_out_problems_gain() -> None:
+    assert judge([0.4] * 20 + [0.8] * 5 + [0.7] * 5, 0.3).passed
+    assert not judge([0.4] * 20 + [0.8] * 5 + [0.7] * 5, 0.2).passed
+    assert not judge([0.4] * 20 + [0.85] * 4, 0.3).passed
+    assert not judge([], 0.3).passed
 
 
 def test_the_quick_demo_passes_on_a_rise() -> None:
-    assert judge([0.4] * 5 + [0.51] * 5, quick=True).passed
-    assert not judge([0.4] * 5 + [0.45] * 5, quick=True).passed
-    assert not judge([0.4] * 3, quick=True).passed
+    assert judge_quick([0.4] * 5 + [0.51] * 5).passed
+    assert not judge_quick([0.4] * 5 + [0.45] * 5).passed
+    assert not judge_quick([0.4] * 3).passed
+    assert not judge_quick([]).passed
+
+
+def test_the_control_passes_without_a_gain(tmp_path: Path) -> None:
+    rows = [{"step": step, "mean_reward": reward} for step, reward in ((0, 0.3), (10, 0.5), (20, 0.33))]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert judge_control(read_gain(tmp_path)).passed
+    assert not judge_control(0.06).passed
 
 
 def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
