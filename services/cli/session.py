@@ -7,6 +7,7 @@ import dataclasses
 import time
 
 from services.cli.observe import Observation, Observer
+from services.cli.preflight import SHARED_MEMORY
 from services.cli.processes import Process
 from services.cli.procfs import group_memory, own_memory
 from services.cli.records import ProcessRecord, SupervisorRecord
@@ -35,7 +36,14 @@ async def run_session(spec: RunSpec, processes: list[Process], display: Display)
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         session.write_record(outcome.kind)
+        free_shared_memory(spec)
     return outcome
+
+
+def free_shared_memory(spec: RunSpec) -> None:
+    """Remove the weights of trainers that were killed and not started again: they lie in the machine's memory."""
+    for rank in range(len(spec.services.weight_agents)):
+        (SHARED_MEMORY / f"flotilla-{spec.run_id}-rank{rank}").unlink(missing_ok=True)
 
 
 class Session:

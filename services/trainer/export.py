@@ -50,11 +50,16 @@ def plan_slices(tensors: dict[str, Tensor]) -> tuple[list[Slice], int]:
     return slices, offset
 
 
+def shared_memory_path(run_id: str, rank: int) -> Path:
+    """The file in shared memory that holds a rank's weights."""
+    return SHARED_MEMORY / f"flotilla-{run_id}-rank{rank}"
+
+
 class SharedWeights:
-    """The file in shared memory that holds this rank's weights."""
+    """This rank's weights in shared memory, under a name that outlives a killed trainer."""
 
     def __init__(self, run_id: str, rank: int, learner: Learner) -> None:
-        self.path = SHARED_MEMORY / f"flotilla-{run_id}-rank{rank}"
+        self.path = shared_memory_path(run_id, rank)
         self._learner = learner
         self.slices, self.size_bytes = plan_slices(dict(hf_tensors(learner.module, learner.model)))
         self.path.unlink(missing_ok=True)
@@ -73,10 +78,6 @@ class SharedWeights:
             count = tensor.numel() * tensor.element_size()
             target = flat[one.offset_bytes : one.offset_bytes + count].view(tensor.dtype).view(one.shape)
             target.copy_(tensor)
-
-    def remove(self) -> None:
-        """Take the name away; who has it open keeps the memory until it closes it."""
-        self.path.unlink(missing_ok=True)
 
 
 def export_hf(learner: Learner, source: Path, target: Path) -> None:

@@ -12,9 +12,9 @@
           │                              ▼
           │                          AckBatch
           │                              │
-          └──────────────────────────────┤ every save_interval: checkpoint, then Commit
+          └──────────────────────────────┤
                                          ▼
-                                      metrics
+                                      metrics ── every save_interval: checkpoint, then Commit
 
 Waits: for the buffer (a sealed batch, an answer), for the agent (to read a version), for the coordinator (to take
 note); each is on the status board. It never waits for an engine. Everything runs in the event loop but what touches
@@ -42,7 +42,7 @@ from services.trainer.batch import Batch
 from services.trainer.buffer_client import BufferClient, NoBatch
 from services.trainer.checkpoint import RunState
 from services.trainer.control import Control, Phase, Saved
-from services.trainer.export import SharedWeights, export_hf
+from services.trainer.export import SharedWeights, export_hf, shared_memory_path
 from services.trainer.metrics import MetricsWriter
 from services.trainer.model import read_config
 from services.trainer.publisher import RANK, Publisher
@@ -89,8 +89,9 @@ class TrainingRun:
         self._root = host.spec.run_dir / "checkpoints"
         self._digests: list[str] = []
         self._saved_step = -1
+        self._saving_s = 0.0
+        """Spent on checkpoints since the last step was recorded."""
         self._learner: Learner
-        self._weights: SharedWeights | None = None
         self._publisher: Publisher
 
     async def run(self) -> None:
@@ -106,9 +107,8 @@ class TrainingRun:
         self._host.stopping.set()
 
     async def close(self) -> None:
-        """Leave nothing behind but the files of the run."""
-        if self._weights:
-            self._weights.remove()
+        """Leave nothing behind but the files of the run; nor what a life before was killed with."""
+        shared_memory_path(self._spec.run_id, RANK).unlink(missing_ok=True)
         self._metrics.close()
         await asyncio.gather(*(channel.close() for channel in self._channels))
         await self._worker.run(megatron.destroy)
@@ -122,10 +122,10 @@ class TrainingRun:
         self._control.run_epoch, self._control.step = epoch, step
         self._control.committed_step = max(self._saved_step, 0)
         _, agent, coordinator = self._channels
-        self._weights = SharedWeights(self._spec.run_id, RANK, self._learner)
-        write = partial(self._worker.run, self._weights.write)
+        weights = SharedWeights(self._spec.run_id, RANK, self._learner)
+        write = partial(self._worker.run, weights.write)
         board = self._host.board
-        self._publisher = Publisher(self._spec.run_id, epoch, board, agent, coordinator, self._weights, write)
+        self._publisher = Publisher(self._spec.run_id, epoch, board, agent, coordinator, weights, write)
         self._host.spawn(self._publisher.beat(), "heartbeat")
         log.info("training starts", run_epoch=epoch, step=step, checkpoint=path)
 
@@ -179,17 +179,20 @@ class TrainingRun:
         self._digests.append(batch.digest)
         self._control.step += 1
         times = {"time/wait_batch_seconds": waited_s, "time/publish_seconds": await self._publish()}
-        due = self._control.step % self._spec.trainer.save_interval == 0
-        times["time/save_seconds"] = await self._save() if due else 0.0
         self._record({**batch.rollout_metrics, **trained, **times})
+        if self._control.step % self._spec.trainer.save_interval == 0:
+            await self._save()
 
     def _record(self, values: Metrics) -> None:
+        """Before the step's checkpoint: a trainer that goes on from it does not repeat the step."""
+        values = {**values, "time/save_seconds": self._saving_s}
+        self._saving_s = 0.0
         self._metrics.write(self._control.step, self._control.run_epoch, values)
         self._control.finish_step(values)
         log.info("step done", step=self._control.step, reward=round(values["rollout/mean_reward"], 4))
 
-    async def _save(self) -> float:
-        """Checkpoint the step, commit it, and let go of old ones. Returns the seconds it took."""
+    async def _save(self) -> None:
+        """Checkpoint the step, commit it, and let go of old ones."""
         begun = time.monotonic()
         self._control.phase = Phase.SAVING
         step = self._control.step
@@ -199,7 +202,7 @@ class TrainingRun:
         self._saved_step = self._control.committed_step = step
         await self._worker.run(checkpoint.remove_old, self._root, self._spec.trainer.keep_checkpoints)
         self._control.answer_saves(Saved(step, str(path)))
-        return time.monotonic() - begun
+        self._saving_s += time.monotonic() - begun
 
     async def _finish(self) -> None:
         """Nothing is left to train on: make the result durable, let the evaluation end, export, end the run."""

@@ -33,7 +33,7 @@ STEP_METRICS = {
     "train/log_prob_gap_max": "largest such difference",
     "time/wait_batch_seconds": "seconds waited for the batch",
     "time/publish_seconds": "seconds to export the weights, have the agent read them and publish them",
-    "time/save_seconds": "seconds to write the checkpoint and commit it, 0 without one",
+    "time/save_seconds": "seconds spent since the step before on writing checkpoints and committing them",
 }
 """Every metric of a step, and what it means."""
 

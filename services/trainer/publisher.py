@@ -21,7 +21,7 @@ from services.common.rpc import call, duration, new_request_id
 from services.common.service import Backoff
 from services.trainer.codec import slice_to_proto
 from services.trainer.export import SharedWeights
-from services.trainer.insist import ATTEMPT_S, POLL_S, insist
+from services.trainer.insist import ATTEMPT_S, insist
 
 HEARTBEAT_S = 2.0
 """How soon a restarted agent or coordinator learns of the version again."""
@@ -99,13 +99,14 @@ class Publisher:
     async def _until_read(self, version: common_pb2.PolicyVersion) -> None:
         """Return once the agent that lives now has read the version; tell it as often as it restarts."""
         deadline, backoff = time.monotonic() + READ_DEADLINE_S, Backoff()
-        request = agent_pb2.WaitReadRequest(run_id=self._run_id, version=version, wait_timeout=duration(POLL_S))
+        # Short polls: an agent that has restarted cannot say that it waits for a version it has not been told of.
+        request = agent_pb2.WaitReadRequest(run_id=self._run_id, version=version, wait_timeout=duration(HEARTBEAT_S))
         while time.monotonic() < deadline:
             try:
                 if not self._told:
                     await self._announce(version)
                 what = f"the weight agent to read version {version.run_epoch}.{version.step}"
-                answer = await insist(self._board, what, self._agent.WaitRead, request, poll_s=POLL_S)
+                answer = await insist(self._board, what, self._agent.WaitRead, request, poll_s=HEARTBEAT_S)
             except FailedPrecondition as error:  # it restarted between two calls
                 log.info("the weight agent must be told again", error=str(error))
                 self._told = ""

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.rollout_gateway.v1 import engine_pb2
 from services.common.errors import FlotillaError
+from services.common.rpc import call
 from tests.integration.engine_stack import (
     EngineClient,
     all_gone,
@@ -31,6 +33,8 @@ pytestmark = pytest.mark.stack
 
 GONE_S = 5.0
 EXIT_S = 15.0
+START_S = 120.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 async def kill_the_process(child: subprocess.Popen[bytes], client: EngineClient) -> int:
@@ -77,3 +81,29 @@ async def test_nothing_survives_the_engine(
                 kill_all(family)
                 raise
             await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_killed_engine_takes_its_processes_and_shared_memory_along(tmp_path: Path, tiny_qwen3: Path):
+    """With the command that `flotilla up` uses: a package's main module is not imported in spawned processes."""
+    spec = write_spec(tmp_path, tiny_qwen3)
+    request = engine_pb2.GetWeightVersionRequest(run_id=spec.run_id)
+    with process("services.rollout_gateway.engine", tmp_path / "run.toml") as child:
+        async with client_of(spec) as client:
+            await call(client.stub.GetWeightVersion, request, timeout_s=EXIT_S, patience_s=START_S)
+            family = descendants(child.pid)
+            segments = mapped_segments(family)
+            assert segments
+            child.kill()
+            await asyncio.to_thread(child.wait, EXIT_S)
+            try:
+                await all_gone(family, GONE_S)
+            except TimeoutError:
+                kill_all(family)
+                raise
+    assert [path for path in segments if path.exists()] == []
+
+
+def mapped_segments(pids: list[int]) -> list[Path]:
+    """Shared memory of Python's that the processes have mapped."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+    return [path for path in SHARED_MEMORY.glob("psm_*") if any(str(path) in text for text in maps)]
