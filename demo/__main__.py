@@ -18,13 +18,14 @@ import tomli_w
 from rich.console import Console
 from rich.progress import Progress
 
-from demo.checks import BadInput, check_model, check_prompts
+from demo.checks import check_model
 from demo.data import HELD_OUT_ROWS, TRAINING_ROWS, write_prompts
 from demo.outcome import Judgement, judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.problems import Split
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
+from services.common.prompts import check_rows
 from services.common.service import EXIT_BAD_INPUT
-from services.common.spec import SpecError, load_run
+from services.common.spec import DataSpec, SpecError, load_run
 
 STEPS = 40
 QUICK_STEPS = 15
@@ -42,7 +43,7 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         spec_file = prepare(args)
-    except (BadInput, SpecError) as error:
+    except SpecError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_BAD_INPUT
     if code := run_flotilla("up", spec_file):
@@ -83,7 +84,7 @@ def prepare(args: argparse.Namespace) -> Path:
     """Make model, data and run spec, as far as they are not there; returns the spec's path.
 
     Raises:
-        BadInput, SpecError: Something that the user gave cannot be used; nothing has started.
+        SpecError: Something that the user gave cannot be used; nothing has started.
     """
     run_dir = Path.cwd() / "runs" / args.run_id
     table = own_run(args, run_dir) if args.model else arithmetic_run(args, run_dir)
@@ -101,9 +102,9 @@ def prepare(args: argparse.Namespace) -> Path:
 def own_run(args: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     """The spec of a run with the user's model and data, which are checked here."""
     context = check_model(args.model)
-    check_prompts("--data", args.data)
-    if args.eval_data:
-        check_prompts("--eval-data", args.eval_data)
+    for option, path in (("--data", args.data), ("--eval-data", args.eval_data)):
+        if path:
+            check_rows(option, path, DataSpec(prompt_data=path))
     evaluation = args.eval_data.resolve() if args.eval_data else None
     return own_model_spec(_inputs(args, run_dir, args.model.resolve(), args.data.resolve(), evaluation), context)
 

@@ -1,4 +1,4 @@
-"""The prompt data set: JSONL or Parquet rows, rendered and tokenised once, in an order that the issue number fixes.
+"""The prompt data set: rows rendered and tokenised once, in an order that the issue number fixes.
 
 Prompt of the k-th issued group: data epoch e = k // n, position i = k % n of the permutation seeded by seed + e.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from services.common.prompts import read_rows
 from services.common.spec import DataSpec, SpecError
 
 
@@ -89,16 +89,14 @@ def load_prompts(path: Path, spec: DataSpec, tokenizer: Any, max_prompts: int = 
         SpecError: A row is malformed (names file and row), or no prompt is left.
     """
     prompts, overlong = [], 0
-    for number, row in _rows(path):
+    for row in read_rows(path, spec):
         if max_prompts and len(prompts) + overlong >= max_prompts:
             break
-        where = f"{path}:{number}"
-        token_ids = _tokenise(_field(row, spec.input_key, where), spec, tokenizer, where)
-        label = _label(_field(row, spec.label_key, where), spec.label_key, where)
+        token_ids = _tokenise(row.prompt, spec, tokenizer)
         if len(token_ids) > spec.max_prompt_tokens:
             overlong += 1
         else:
-            prompts.append(Prompt(number, token_ids, label))
+            prompts.append(Prompt(row.number, token_ids, row.label))
     if not prompts:
         raise SpecError(
             f"{path}: no prompt is left ({overlong} are longer than data.max_prompt_tokens = "
@@ -107,69 +105,11 @@ def load_prompts(path: Path, spec: DataSpec, tokenizer: Any, max_prompts: int = 
     return PromptData(prompts, overlong, spec.shuffle, spec.seed)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise SpecError(f"{path}:{number}: not valid JSON: {error.msg}") from None
-            if not isinstance(row, dict):
-                raise SpecError(f"{path}:{number}: a row must be a JSON object, this is a {type(row).__name__}")
-            yield number, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    from pyarrow import ArrowInvalid, parquet
-
-    try:
-        number = 0
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except ArrowInvalid as error:
-        raise SpecError(f"{path}: not a Parquet file: {error}") from None
-
-
-def _field(row: dict[str, Any], key: str, where: str) -> Any:
-    if row.get(key) is None:
-        raise SpecError(f"{where}: no field {key!r}; the row has {sorted(row)}")
-    return row[key]
-
-
-def _label(value: Any, key: str, where: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise SpecError(f"{where}: field {key!r} must be text or a number, this is a {type(value).__name__}")
-    return str(value)
-
-
-def _tokenise(value: Any, spec: DataSpec, tokenizer: Any, where: str) -> list[int]:
-    if isinstance(value, str) and not spec.apply_chat_template:
-        return tokenizer.encode(value, add_special_tokens=False)
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not _are_messages(messages):
-        raise SpecError(f"{where}: field {spec.input_key!r} must be text or a list of {{role, content}} messages")
+def _tokenise(prompt: str | list[dict[str, str]], spec: DataSpec, tokenizer: Any) -> list[int]:
     if not spec.apply_chat_template:
-        raise SpecError(f"{where}: field {spec.input_key!r} holds messages; they need data.apply_chat_template = true")
+        return tokenizer.encode(prompt, add_special_tokens=False)
     if not tokenizer.chat_template:
-        raise SpecError(
-            "data.apply_chat_template: the tokenizer has no chat template; set it to false, with text prompts"
-        )
+        raise SpecError("data.apply_chat_template: the tokenizer has no chat template; set it to false, and use text")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-        )
-    )

@@ -9,18 +9,16 @@ import errno
 import json
 import os
 import shutil
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from services.cli.processes import find_redis, listening_ports
 from services.common.http import bind_socket
-from services.common.spec import LAYOUT_SECTIONS, DataSpec, RunSpec, SpecError, load_run
+from services.common.prompts import check_rows
+from services.common.spec import LAYOUT_SECTIONS, RunSpec, SpecError, load_run
 
 MODEL_TYPES = ("qwen3", "llama")
 """Architectures that the trainer maps to Megatron."""
-FIRST_ROWS = 8
-"""The buffer checks every row; these catch a wrong file or key at once."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  POSIX shared memory lives here on Linux
 RUN_FILE = "run.toml"
 
@@ -29,9 +27,9 @@ def check_inputs(spec: RunSpec) -> None:
     """The files that the run reads."""
     spec.check_files()
     check_model(spec.model.hf_checkpoint)
-    check_prompts("data.prompt_data", spec.data.prompt_data, spec.data)
+    check_rows("data.prompt_data", spec.data.prompt_data, spec.data)
     for name, one in spec.evaluation.sets.items():
-        check_prompts(f"evaluation.sets.{name}.prompt_data", one.prompt_data, spec.data)
+        check_rows(f"evaluation.sets.{name}.prompt_data", one.prompt_data, spec.data)
 
 
 def check_model(checkpoint: Path) -> None:
@@ -44,32 +42,6 @@ def check_model(checkpoint: Path) -> None:
     if model_type not in MODEL_TYPES:
         known = " or ".join(MODEL_TYPES)
         raise SpecError(f"{config}: model_type is {model_type!r}, and the trainer knows {known}; take such a model")
-
-
-def check_prompts(field: str, path: Path, data: DataSpec) -> None:
-    """The first rows of a prompt file have the fields that the run reads; a Parquet file is left to the buffer."""
-    if path.suffix == ".parquet":
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        lines = [(number, line) for number, line in enumerate(islice(file, FIRST_ROWS), 1) if line.strip()]
-    if not lines:
-        raise SpecError(f"{field}: {path} is empty; write one JSON object a line")
-    for number, line in lines:
-        row = _parse_row(field, path, number, line)
-        for key_field, key in (("data.input_key", data.input_key), ("data.label_key", data.label_key)):
-            if key not in row:
-                have = ", ".join(row)
-                raise SpecError(f"{field}: {path}:{number} has no field {key!r} ({key_field}); it has {have}")
-
-
-def _parse_row(field: str, path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise SpecError(f"{field}: {path}:{number} is not JSON ({error}); write one JSON object a line") from None
-    if not isinstance(row, dict):
-        raise SpecError(f"{field}: {path}:{number} is not a JSON object; write one JSON object a line")
-    return row
 
 
 def make_run_dir(spec: RunSpec) -> None:

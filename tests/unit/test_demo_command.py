@@ -12,11 +12,12 @@ import pytest
 import tomli_w
 
 from demo.__main__ import parse_arguments, prepare
-from demo.checks import BadInput, check_model, check_prompts
+from demo.checks import check_model
 from demo.outcome import judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
 from demo.warm_start import Recipe, WarmStartReport
-from services.common.spec import load_run
+from services.common.prompts import check_rows
+from services.common.spec import SpecError, load_run
 
 ROW = json.dumps({"prompt": "1+1?", "label": 2})
 
@@ -70,51 +71,13 @@ def test_a_users_model_gets_no_more_context_than_it_has(tmp_path: Path, context:
     assert spec.evaluation.sets == {}
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{", "not JSON"),
-        ("[1]", "not a JSON object"),
-        ('{"label": "2"}', "`prompt`"),
-        ('{"prompt": [], "label": "2"}', "`prompt`"),
-        ('{"prompt": [{"role": "user"}], "label": "2"}', "`prompt`"),
-        ('{"prompt": "1+1?"}', "`label`"),
-        ('{"prompt": "1+1?", "label": ""}', "`label`"),
-        ('{"prompt": "1+1?", "label": true}', "`label`"),
-        ('{"prompt": "1+1?", "label": ["2"]}', "`label`"),
-    ],
-)
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f"{ROW}\n\n{line}\n")
-    with pytest.raises(BadInput, match=problem) as error:
-        check_prompts("--data", path)
-    assert str(error.value).startswith(f"{path}:3: ")
-    assert "\n" not in str(error.value)
-
-
-def test_good_rows_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f"{ROW}\n" + json.dumps({"prompt": [{"role": "user", "content": "x"}], "label": "y"}) + "\n")
-    assert check_prompts("--data", path) == 2
-
-
-@pytest.mark.parametrize("content", [None, "", b"\xff\xfe"])
-def test_an_unusable_file_is_named(tmp_path: Path, content: str | bytes | None) -> None:
-    path = tmp_path / "prompts.jsonl"
-    if content is not None:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(BadInput, match=str(path)):
-        check_prompts("--data", path)
-
-
 def test_an_incomplete_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no such directory"):
+    with pytest.raises(SpecError, match="no such directory"):
         check_model(tmp_path / "nowhere")
-    with pytest.raises(BadInput, match=r"config\.json"):
+    with pytest.raises(SpecError, match=r"config\.json"):
         check_model(tmp_path)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
-    with pytest.raises(BadInput, match="safetensors"):
+    with pytest.raises(SpecError, match="safetensors"):
         check_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -146,8 +109,8 @@ def test_preparing_writes_data_and_spec_and_reuses_a_warm_start(
     spec.check_files()
     assert spec.run_dir == spec_file.parent == tmp_path / "runs" / "again"
     assert spec.rollout.num_rollout == 3
-    assert check_prompts("--data", spec.data.prompt_data) == 4096
-    assert check_prompts("--eval-data", spec.evaluation.sets["held-out"].prompt_data) == 256
+    assert check_rows("", spec.data.prompt_data, spec.data) == 4096
+    assert check_rows("", spec.evaluation.sets["held-out"].prompt_data, spec.data) == 256
 
 
 @pytest.mark.parametrize("arguments", [["--run-id", "../x"], ["--model", "m"], ["--eval-data", "e"], ["--steps", "x"]])
