@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from demo.model import build_model
+from demo.muon import Muon
 from demo.problems import CARELESS_TEACHER, Problem, Split, draw_drill, draw_problem, work
 from demo.tokenizer import END_OF_TURN, PADDING, build_tokenizer, encode_prompt, token_id
 
@@ -174,7 +175,7 @@ def _optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Opt
     norms = [value for value in named.values() if value.ndim == 1]
     groups = [{"params": embedding, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     return [
-        torch.optim.Muon(matrices, lr=recipe.muon_lr, momentum=0.95, weight_decay=0.01),
+        Muon(matrices, lr=recipe.muon_lr, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(groups, lr=recipe.adam_lr, betas=(0.9, 0.95)),
     ]
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.model import build_model
+from demo.muon import Muon
 from demo.problems import Split, Teacher, draw_problem, work
 from demo.tokenizer import build_tokenizer, encode_prompt
 from demo.warm_start import Recipe, drill_row, load_report, lr_factor, warm_start, worked_row
@@ -72,6 +73,24 @@ def test_only_results_are_learned_of_a_drill_and_only_the_answer_of_a_problem(to
     assert all(row.learn[start:]) and not any(row.learn[:start])
     assert tokenizer.decode(row.tokens[start:]).startswith("<think>")
     assert row.tokens[-1] == tokenizer.eos_token_id
+
+
+def test_muon_is_the_muon_of_torch() -> None:
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in ((384, 128), (128, 384), (128, 128), (128, 128))]
+    theirs = [torch.nn.Parameter(one.detach().clone()) for one in ours]
+    before = [one.detach().clone() for one in ours]
+    mine = Muon(ours, lr=0.02, momentum=0.95, weight_decay=0.01)
+    reference = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.01)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        mine.step()
+        reference.step()
+    for one, other, start in zip(ours, theirs, before, strict=True):
+        bfloat16_noise = 0.03 * (other - start).abs().max()
+        assert (one - other).abs().max() < bfloat16_noise
 
 
 def test_the_learning_rate_rises_holds_and_falls_to_a_tenth() -> None:
