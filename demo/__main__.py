@@ -23,9 +23,11 @@ from demo.data import HELD_OUT_ROWS, TRAINING_ROWS, write_prompts
 from demo.outcome import Judgement, judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.problems import Split
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
+from services.cli.preflight import RUN_FILE, check_same_run
+from services.cli.records import read_supervisor
 from services.common.prompts import check_rows
 from services.common.service import EXIT_BAD_INPUT
-from services.common.spec import DataSpec, SpecError, load_run
+from services.common.spec import DataSpec, RunSpec, SpecError, load_run
 
 STEPS = 40
 QUICK_STEPS = 15
@@ -46,6 +48,9 @@ def main() -> int:
     except SpecError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_BAD_INPUT
+    if is_complete(spec_file.parent):
+        console.print(f"{spec_file.parent} holds a finished run, shown again; --run-id starts another")
+        return conclude(args, spec_file)
     if code := run_flotilla("up", spec_file):
         return code
     run_flotilla("report", spec_file)
@@ -56,9 +61,9 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument(
-        "--run-id", type=run_id, default="demo", help="name of the run; files go to runs/RUN_ID (%(default)s)"
+        "--run-id", type=run_id, default="demo", help="name of the run; files go to ./runs/RUN_ID (%(default)s)"
     )
-    parser.add_argument("--steps", type=int, help=f"rollout steps ({STEPS}; with --quick {QUICK_STEPS})")
+    parser.add_argument("--steps", type=positive, help=f"rollout steps ({STEPS}; with --quick {QUICK_STEPS})")
     parser.add_argument("--seed", type=int, default=0, help="of warm start, data and sampling (%(default)s)")
     parser.add_argument("--shuffle-rewards", action="store_true", help="a control: rewards permuted, nothing to learn")
     parser.add_argument("--model", type=Path, help="Hugging Face checkpoint directory to train instead")
@@ -71,6 +76,19 @@ def parse_arguments() -> argparse.Namespace:
     if args.eval_data and not args.data:
         parser.error("--eval-data needs --model and --data")
     return args
+
+
+def is_complete(run_dir: Path) -> bool:
+    """Whether an earlier `flotilla up` has finished the run."""
+    record = read_supervisor(run_dir)
+    return record is not None and record.outcome == "complete"
+
+
+def positive(text: str) -> int:
+    """A number of steps."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least 1")
+    return int(text)
 
 
 def run_id(text: str) -> str:
@@ -88,6 +106,7 @@ def prepare(args: argparse.Namespace) -> Path:
     """
     run_dir = Path.cwd() / "runs" / args.run_id
     table = own_run(args, run_dir) if args.model else arithmetic_run(args, run_dir)
+    check_same_run(RunSpec.model_validate(table), run_dir / RUN_FILE)
     run_dir.mkdir(parents=True, exist_ok=True)
     spec_file = run_dir / SPEC_FILE
     spec_file.write_text(tomli_w.dumps(table))

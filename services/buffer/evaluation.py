@@ -17,7 +17,6 @@ from services.buffer.states import State
 from services.common.errors import Unavailable
 from services.common.logs import get_logger
 
-ENDED = frozenset({State.SCORED, State.FAILED})
 log = get_logger(__name__)
 
 

@@ -109,7 +109,11 @@ def report(run: RunArgument, overrides: Overrides = None) -> None:
         from services.cli.report import write_report  # here, because only this command needs matplotlib
     except ModuleNotFoundError as error:
         _refuse(f"flotilla report needs {error.name}; install it with `pip install {error.name}`")
-    typer.echo(write_report(spec.run_id, spec.run_dir), nl=False)
+    try:
+        text = write_report(spec.run_id, spec.run_dir)
+    except SpecError as error:
+        _refuse(error)
+    typer.echo(text, nl=False)
 
 
 def _spec_file(run: Path) -> Path:

@@ -18,6 +18,7 @@ from services.cli.records import (
 from services.cli.summary import summarise
 from services.cli.transcripts import choose_pairs, match_pairs, render_transcripts
 from services.cli.view import duration_text, memory_text
+from services.common.spec import SpecError
 
 REPORT_DIR = "report"
 MIB = 1 << 20
@@ -25,6 +26,8 @@ MIB = 1 << 20
 
 def write_report(run_id: str, run_dir: Path) -> str:
     """Write run_dir/report; returns its Markdown text."""
+    if not run_dir.is_dir():
+        raise SpecError(f"{run_dir}: there is no such run directory; start the run first, with flotilla up")
     metrics = read_rows(run_dir / METRICS_FILE)
     evaluations = read_rows(run_dir / EVALUATIONS_FILE)
     weight_sync = read_rows(run_dir / WEIGHT_SYNC_FILE)

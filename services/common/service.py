@@ -34,6 +34,7 @@ from services.common.spec import Endpoint, RunSpec, SpecError, load_run
 STOP_GRACE_S = 5.0
 """Time that running calls get at a stop."""
 CANCEL_AGAIN_S = 0.2
+HEALTH_EVERY_S = 1.0
 EXIT_BAD_INPUT = 2
 
 log = get_logger(__name__)
@@ -153,11 +154,13 @@ async def serve(service: str, spec: RunSpec, setup: Setup, endpoint: Endpoint) -
             names = [*host.service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, host.server)
             await host.server.start()
-            for name in ("", *host.service_names):
-                await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
             started = True
+            host.spawn(_mirror_readiness(board, healthy, ["", *host.service_names]), "health")
             log.info("serving", grpc=endpoint.grpc, http=endpoint.http)
             await host.stopping.wait()
+    except (SpecError, FailedPrecondition) as error:
+        log.error("the run cannot be served", error=str(error))
+        host.fail(error)
     except Exception as error:
         log.error("the service failed", exc_info=error)
         host.fail(error)
@@ -174,6 +177,16 @@ async def serve(service: str, spec: RunSpec, setup: Setup, endpoint: Endpoint) -
         await http_task
         log.info("stopped")
     return host.failure
+
+
+async def _mirror_readiness(board: StatusBoard, healthy: Any, names: list[str]) -> None:
+    """Make gRPC health say what /readyz says."""
+    while True:
+        serving = not board.problems()
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in names:
+            await healthy.set(name, status)
+        await asyncio.sleep(HEALTH_EVERY_S)
 
 
 async def _until_stop(host: ServiceHost, setup: Awaitable[None]) -> None:

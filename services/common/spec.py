@@ -110,10 +110,8 @@ class RolloutSpec(Strict):
 
 
 class AlgorithmSpec(Strict):
-    """The loss."""
+    """The loss: GRPO, the group-normalised reward for every token (arXiv 2402.03300), with a clipped ratio."""
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """Group-normalised reward for every token (arXiv 2402.03300)."""
     eps_clip: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip of the probability ratio."""
     eps_clip_high: float = Field(default=0.28, gt=0)
