@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
@@ -106,8 +107,11 @@ def prepare(args: argparse.Namespace) -> Path:
     """
     run_dir = Path.cwd() / "runs" / args.run_id
     table = own_run(args, run_dir) if args.model else arithmetic_run(args, run_dir)
-    check_same_run(RunSpec.model_validate(table), run_dir / RUN_FILE)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        check_same_run(RunSpec.model_validate(table), run_dir / RUN_FILE)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValidationError) as error:
+        raise SpecError(f"{run_dir}: no run can be made there: {error}") from None
     spec_file = run_dir / SPEC_FILE
     spec_file.write_text(tomli_w.dumps(table))
     load_run(spec_file)

@@ -119,7 +119,7 @@ async def setup(host: ServiceHost) -> None:
     run = await asyncio.to_thread(load_run_data, spec, ledger)
     log.info("prompts", count=len(run.training.prompts), overlong=run.training.overlong)
     await wait_for_redis(ledger, host)
-    await ledger.register(spec.digest())
+    await ledger.register(spec.digest(), run.data_digest())
     reward_channel = open_channel(spec.services.reward.grpc)
     host.on_stop.append(reward_channel.close)
     evaluations, watch = Evaluations(run), StatsWatch(ledger)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from flotilla.buffer.v1 import buffer_pb2 as pb
 from flotilla.buffer.v1 import registry_pb2 as registry_pb
 from flotilla.common.v1 import common_pb2
@@ -18,20 +21,27 @@ def state_to_pb(state: State) -> str:
 
 
 def state_from_pb(state: pb.GroupState) -> State:
-    """The state of the proto's value, which must not be UNSPECIFIED."""
-    return State(pb.GroupState.Name(state).removeprefix("GROUP_STATE_"))
+    """The state of the proto's value, which must not be UNSPECIFIED. Raises InvalidArgument for an unknown value."""
+    return State(enum_name(pb.GroupState, state, "state").removeprefix("GROUP_STATE_"))
+
+
+def enum_name(enum: Any, value: int, field: str) -> str:
+    """The name of an enum's value. Raises InvalidArgument for a value that the contract does not have, or for 0."""
+    if value not in enum.values() or not value:
+        raise InvalidArgument(f"{field} = {value} is not a value that can be asked for", field)
+    return enum.Name(value)
 
 
 def finished_sample(sample: common_pb2.Sample, group_id: str, group_size: int, prompt: list[int]) -> FinishedSample:
     """A finished sample as it goes into the ledger. Raises InvalidArgument that names the field."""
     where = f"samples[{sample.sample_index}]"
-    length = len(sample.response_token_ids)
+    length, log_probs = len(sample.response_token_ids), sample.rollout_log_probs
     checks = {
         "group_id": sample.group_id == group_id,
         "sample_index": 0 <= sample.sample_index < group_size,
         "prompt_token_ids": list(sample.prompt_token_ids) == prompt,
-        "response_token_ids": length > 0,
-        "rollout_log_probs": len(sample.rollout_log_probs) == length,
+        "response_token_ids": length > 0 and min(sample.response_token_ids) >= 0,
+        "rollout_log_probs": len(log_probs) == length and all(map(math.isfinite, log_probs)),
         "loss_mask": len(sample.loss_mask) == length and set(sample.loss_mask) <= {0, 1},
         "policy_spans": _covers(sample, length),
         "finish_reason": sample.finish_reason in FINISHED,
@@ -54,7 +64,8 @@ def finished_sample(sample: common_pb2.Sample, group_id: str, group_size: int, p
 def _covers(sample: common_pb2.Sample, length: int) -> bool:
     end = 0
     for span in sample.policy_spans:
-        if span.begin != end or span.end <= span.begin:
+        known = span.version.run_epoch >= 1 and span.version.step >= 0
+        if not known or span.begin != end or span.end <= span.begin:
             return False
         end = span.end
     return end == length

@@ -5,6 +5,7 @@ Prompt of the k-th issued group: data epoch e = k // n, position i = k % n of th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ class PromptData:
     shuffle: bool
     seed: int
 
+    def digest(self) -> str:
+        """SHA-256 of all prompts and labels, in hexadecimal."""
+        return hashlib.sha256(json.dumps([(p.token_ids, p.label) for p in self.prompts]).encode()).hexdigest()
+
     def at(self, issue: int) -> Prompt:
         """The prompt of the group with this issue number."""
         epoch, position = divmod(issue, len(self.prompts))
@@ -55,9 +60,12 @@ def load_tokenizer(checkpoint: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError, KeyError) as error:
         raise SpecError(f"model.hf_checkpoint: no usable tokenizer in {checkpoint}: {error}") from None
+    if not tokenizer.encode("1", add_special_tokens=False):
+        raise SpecError(f"model.hf_checkpoint: the tokenizer in {checkpoint} knows no tokens; is tokenizer.json there?")
+    return tokenizer
 
 
 def stop_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:

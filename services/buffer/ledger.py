@@ -185,9 +185,9 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ registry
 
-    async def register(self, spec_digest: str) -> None:
-        """Make the run known, or check that it is the same one."""
-        await self._run("register", spec_digest, self._spec.rollout.num_rollout)
+    async def register(self, spec_digest: str, data_digest: str = "") -> None:
+        """Make the run known, or check that it is the same one, on the same data where the caller has read it."""
+        await self._run("register", spec_digest, self._spec.rollout.num_rollout, data_digest)
 
     async def run_facts(self) -> dict[str, str]:
         """The facts of the run. Raises NotFound before `register`."""

@@ -58,9 +58,7 @@ class RegistryServicer(registry_pb2_grpc.RunRegistryServiceServicer):
     async def SetDesiredState(self, request: pb.SetDesiredStateRequest, context: Context) -> pb.SetDesiredStateResponse:
         """Record what the run should do."""
         self._run.check_run_id(request.run_id)
-        if request.desired_state == pb.DESIRED_STATE_UNSPECIFIED:
-            raise InvalidArgument("desired_state is UNSPECIFIED", "desired_state")
-        name = pb.DesiredState.Name(request.desired_state).removeprefix("DESIRED_STATE_")
+        name = codec.enum_name(pb.DesiredState, request.desired_state, "desired_state").removeprefix("DESIRED_STATE_")
         await self._ledger.set_desired_state(name)
         self._run.pulse.beat()
         return pb.SetDesiredStateResponse()
@@ -69,10 +67,10 @@ class RegistryServicer(registry_pb2_grpc.RunRegistryServiceServicer):
         """Record a version; LIVE opens the admission of its step and its evaluation."""
         self._run.check_run_id(request.run_id)
         version = request.version
-        if version.state == pb.VERSION_STATE_UNSPECIFIED:
-            raise InvalidArgument("version.state is UNSPECIFIED", "version.state")
-        name = pb.VersionState.Name(version.state).removeprefix("VERSION_STATE_")
+        name = codec.enum_name(pb.VersionState, version.state, "version.state").removeprefix("VERSION_STATE_")
         step = version.version.step
+        if not 0 <= step <= self._run.spec.rollout.num_rollout:
+            raise InvalidArgument(f"version.version.step = {step} is no step of this run", "version.version.step")
         due = self._evaluations.due_sets(step) if name == "LIVE" else {}
         await self._ledger.record_version(version.version.run_epoch, step, name, version.SerializeToString(), due)
         self._run.pulse.beat()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -60,6 +61,11 @@ class Run:
             raise InvalidArgument("run_id is empty", "run_id")
         if run_id != self.spec.run_id:
             raise NotFound(f"this buffer serves run {self.spec.run_id}, not {run_id}")
+
+    def data_digest(self) -> str:
+        """SHA-256 of all prompts and labels, in hexadecimal."""
+        parts = [self.training.digest(), *(f"{name}:{data.digest()}" for name, data in sorted(self.evaluation.items()))]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def prompt(self, group: Group) -> Prompt:
         """The prompt of a group."""

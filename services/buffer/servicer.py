@@ -22,6 +22,10 @@ from services.common.rpc import duration, seconds
 PAGE_BYTES = 16 << 20
 MAX_ROWS = 4096
 MAX_PAGE = 1000
+MAX_LEASES = 1024
+"""Groups in one answer; a gateway with more room asks again."""
+MAX_RANKS = 1 << 16
+MAX_START = 1 << 48
 DEFAULT_PAGE = 100
 SEED_BITS = 48
 """Base seeds are spread over all of them: generators that use only the low bits still tell groups apart."""
@@ -45,7 +49,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         if request.max_groups < 1:
             raise InvalidArgument("max_groups must be at least 1", "max_groups")
         pairs = await self._run.poll(
-            lambda: self._ledger.lease_work(request.request_id, request.worker_id, request.max_groups),
+            lambda: self._ledger.lease_work(request.request_id, request.worker_id, min(request.max_groups, MAX_LEASES)),
             bool,
             seconds(request.wait_timeout),
         )
@@ -87,7 +91,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         """Extend a lease, or say that the generation must stop."""
         _require(request, self._run, "lease_token", "group_id")
-        desired, version_gone = await self._ledger.renew(request.group_id, request.lease_token.decode())
+        desired, version_gone = await self._ledger.renew(request.group_id, _token(request.lease_token))
         stop = pb.STOP_REASON_UNSPECIFIED
         if version_gone:
             stop = pb.STOP_REASON_VERSION_GONE
@@ -102,8 +106,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             raise InvalidArgument("samples is empty", "samples")
         (group,) = await self._ledger.groups([request.group_id])
         size, prompt = self._run.group_size(group.group_id), self._run.prompt(group).token_ids
+        if len({sample.sample_index for sample in request.samples}) < len(request.samples):
+            raise InvalidArgument("samples holds a sample_index twice", "samples")
         finished = [codec.finished_sample(sample, group.group_id, size, prompt) for sample in request.samples]
-        complete = await self._ledger.submit(group.group_id, request.lease_token.decode(), size, finished)
+        complete = await self._ledger.submit(group.group_id, _token(request.lease_token), size, finished)
         if complete:
             self._run.pulse.beat()
         return pb.SubmitSamplesResponse(group_complete=complete)
@@ -111,7 +117,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:
         """Give a lease back."""
         _require(request, self._run, "request_id", "lease_token", "group_id")
-        await self._ledger.release(request.group_id, request.lease_token.decode(), request.error)
+        await self._ledger.release(request.group_id, _token(request.lease_token), request.error)
         self._run.pulse.beat()
         return pb.ReleaseLeaseResponse()
 
@@ -123,6 +129,8 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         for field in ("data_parallel_size", "max_tokens_per_micro_batch"):
             if getattr(request, field) < 1:
                 raise InvalidArgument(f"{field} must be at least 1", field)
+        if request.data_parallel_size > MAX_RANKS:
+            raise InvalidArgument(f"data_parallel_size is over {MAX_RANKS}", "data_parallel_size")
         batch, content = await self._run.poll(
             lambda: self._ledger.lease_batch(request.run_epoch),
             lambda answer: answer[0] != -1,
@@ -183,6 +191,8 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """TRAINED to COMMITTED."""
         _require(request, self._run, "request_id", "checkpoint")
+        if request.step < 0:
+            raise InvalidArgument("step is negative", "step")
         await self._ledger.commit(request.run_epoch, request.step, request.checkpoint)
         return pb.CommitResponse()
 
@@ -321,6 +331,11 @@ def _require(request: object, run: Run, *fields: str) -> None:
             raise InvalidArgument(f"{field} is empty", field)
 
 
+def _token(lease_token: bytes) -> str:
+    """Tokens that we gave are ASCII; any other matches no lease."""
+    return lease_token.decode(errors="replace")
+
+
 def _page_size(wanted: int) -> int:
     if wanted < 0:
         raise InvalidArgument("page_size is negative", "page_size")
@@ -333,6 +348,9 @@ def _page_token(start: int) -> str:
 
 def _page_start(token: str) -> int:
     try:
-        return int(base64.urlsafe_b64decode(token)) if token else 0
+        start = int(base64.urlsafe_b64decode(token)) if token else 0
     except ValueError:
-        raise InvalidArgument(f"page_token {token!r} is not one that this service gave", "page_token") from None
+        start = -1
+    if not 0 <= start <= MAX_START:
+        raise InvalidArgument(f"page_token {token!r} is not one that this service gave", "page_token")
+    return start

@@ -42,6 +42,9 @@ def check_model(checkpoint: Path) -> None:
     if model_type not in MODEL_TYPES:
         known = " or ".join(MODEL_TYPES)
         raise SpecError(f"{config}: model_type is {model_type!r}, and the trainer knows {known}; take such a model")
+    for pattern in ("*.safetensors", "tokenizer*"):
+        if not any(checkpoint.glob(pattern)):
+            raise SpecError(f"model.hf_checkpoint: there is no {pattern} in {checkpoint}; give a whole checkpoint")
 
 
 def make_run_dir(spec: RunSpec) -> None:

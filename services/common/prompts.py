@@ -30,16 +30,29 @@ def read_rows(path: Path, data: DataSpec) -> Iterator[Row]:
     """
     for number, row in _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path):
         where = f"{path}:{number}"
+        _check_text(row, where)
         prompt = _field(row, data.input_key, where)
         if not isinstance(prompt, str) and not _are_messages(prompt):
             raise SpecError(f"{where}: field {data.input_key!r} must be text or a list of {{role, content}} messages")
         if not isinstance(prompt, str) and not data.apply_chat_template:
             raise SpecError(f"{where}: field {data.input_key!r} holds messages; set data.apply_chat_template = true")
+        if not prompt:
+            raise SpecError(f"{where}: field {data.input_key!r} is empty")
         label = _field(row, data.label_key, where)
+        if label == "":
+            raise SpecError(f"{where}: field {data.label_key!r} is empty: no response could be graded against it")
         if isinstance(label, bool) or not isinstance(label, str | int | float):
             kind = type(label).__name__
             raise SpecError(f"{where}: field {data.label_key!r} must be text or a number, this is a {kind}")
         yield Row(number, prompt, str(label))
+
+
+def _check_text(row: dict[str, Any], where: str) -> None:
+    """Half of a surrogate pair is valid JSON and no text."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise SpecError(f"{where}: a text in the row holds half of a surrogate pair, which is not Unicode") from None
 
 
 def check_rows(field: str, path: Path, data: DataSpec) -> int:
@@ -63,8 +76,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SpecError(f"{where}: not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: not valid JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(row, dict):
         raise SpecError(f"{where}: a row must be a JSON object, this is a {type(row).__name__}")
     return row

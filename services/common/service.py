@@ -74,9 +74,13 @@ class ServiceHost:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        if task.cancelled() or not (error := task.exception()):
+            return
+        if isinstance(error, SpecError | FailedPrecondition):
+            log.error("the run cannot be served", error=str(error))
+        else:
             log.error("a background task failed", task=task.get_name(), exc_info=error)
-            self.fail(error)
+        self.fail(error)
 
     async def cancel_tasks(self) -> None:
         """End the background tasks. A cancellation that meets the end of a wait can be swallowed: ask again."""

@@ -12,7 +12,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -29,7 +29,7 @@ class SpecError(ValueError):
 class Strict(BaseModel):
     """Base of every section: immutable, unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelSpec(Strict):
@@ -70,7 +70,7 @@ class EvaluationSetSpec(Strict):
 class EvaluationSpec(Strict):
     """Evaluation of policy versions on data that is not trained on."""
 
-    sets: dict[str, EvaluationSetSpec] = {}
+    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")], EvaluationSetSpec] = {}
     """Data sets by name; none switches evaluation off."""
     interval: int = Field(default=20, ge=1)
     """Evaluate every so many rollout steps, before the first and after the last."""
@@ -318,12 +318,16 @@ class RunSpec(Strict):
                 f"algorithm.num_steps_per_rollout = {self.algorithm.num_steps_per_rollout} does not divide the "
                 f"{samples} samples of a batch (rollout_batch_size x n_samples_per_prompt)"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if longest > self.engine.max_model_len:
-            raise ValueError(
-                f"engine.max_model_len = {self.engine.max_model_len} is shorter than data.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {longest}"
-            )
+        responses = {"rollout": self.rollout.max_response_tokens}
+        if self.evaluation.sets:
+            responses["evaluation"] = self.evaluation.max_response_tokens
+        for section, response in responses.items():
+            longest = self.data.max_prompt_tokens + response
+            if longest > self.engine.max_model_len:
+                raise ValueError(
+                    f"engine.max_model_len = {self.engine.max_model_len} is shorter than data.max_prompt_tokens + "
+                    f"{section}.max_response_tokens = {longest}"
+                )
         return self
 
     def digest(self) -> str:
@@ -360,7 +364,9 @@ def load_run(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, st
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise SpecError(f"{path}: there is no such run spec") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not valid TOML: {error}") from None
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
@@ -403,13 +409,13 @@ def _set(table: dict[str, Any], keys: list[str], text: str, origin: str) -> None
 def _explain(path: Path, error: ValidationError) -> str:
     lines = []
     for one in error.errors():
-        field = ".".join(str(part) for part in one["loc"]) or "run"
+        field = ".".join(str(part) for part in one["loc"])
         if one["type"] == "extra_forbidden":
             lines.append(f"{path}: {field}: unknown key; remove it or correct its spelling")
         elif one["type"] == "missing":
             lines.append(f"{path}: {field}: missing; add it")
         else:
-            lines.append(f"{path}: {field}: {one['msg'].removeprefix('Value error, ')}")
+            lines.append(": ".join(filter(None, (str(path), field, one["msg"].removeprefix("Value error, ")))))
     return "\n".join(lines)
 
 

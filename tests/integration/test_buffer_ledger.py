@@ -367,3 +367,41 @@ async def test_malformed_samples_are_refused_by_field(buffer):
 async def test_another_spec_under_the_same_run_id_is_refused(buffer):
     request = registry_pb.RegisterRunRequest(run_id=RUN_ID, request_id="x", spec_digest="other")
     assert await status_of(buffer.registry.RegisterRun(request, timeout=5)) == "FAILED_PRECONDITION"
+
+
+async def test_a_sample_index_twice_in_one_submit_is_refused(buffer):
+    epoch = await buffer.begin_epoch()
+    await buffer.go_live(epoch, 0)
+    await run_evaluation(buffer)
+    (lease,) = await buffer.lease(max_groups=1)
+    from tests.buffer_harness import make_sample
+
+    samples = [make_sample(lease, 0, "", (1, 0)), make_sample(lease, 0, "b", (1, 0))]
+    request = pb.SubmitSamplesRequest(
+        run_id=RUN_ID, request_id="x", lease_token=lease.lease_token, group_id=lease.group_id, samples=samples
+    )
+    assert await status_of(buffer.stub.SubmitSamples(request, timeout=5)) == "INVALID_ARGUMENT"
+    assert await buffer.counts() == {"GENERATING": 1}
+
+
+async def test_a_data_file_that_changed_under_a_run_is_refused(tmp_path, redis):
+    from services.common.errors import FailedPrecondition
+
+    spec = make_spec(tmp_path, redis.port)
+    await (await Buffer(spec).start()).stop()
+    spec.data.prompt_data.write_text('{"prompt": "other", "label": "1"}\n')
+    with pytest.raises(FailedPrecondition, match="data file"):
+        await Buffer(make_spec(tmp_path, redis.port)).start()
+
+
+async def test_unknown_enum_values_and_tokens_are_invalid_arguments(buffer):
+    requests = [
+        buffer.stub.ListGroups(pb.ListGroupsRequest(run_id=RUN_ID, state=99), timeout=5),
+        buffer.stub.ListBatches(pb.ListBatchesRequest(run_id=RUN_ID, page_token="LTU="), timeout=5),
+        buffer.registry.SetDesiredState(
+            registry_pb.SetDesiredStateRequest(run_id=RUN_ID, request_id="x", desired_state=99), timeout=5
+        ),
+    ]
+    assert [await status_of(request) for request in requests] == ["INVALID_ARGUMENT"] * 3
+    renew = pb.RenewLeaseRequest(run_id=RUN_ID, request_id="r", lease_token=b"\xff\xfe", group_id="g00000000")
+    assert await status_of(buffer.stub.RenewLease(renew, timeout=5)) == "ABORTED"

@@ -107,3 +107,17 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(tmp_path, tokeniz
     assert stop_token_ids(tmp_path, tokenizer) == [tokenizer.eos_token_id]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert stop_token_ids(tmp_path, tokenizer) == sorted([tokenizer.eos_token_id, 7, 9])
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": "a", "label": "\\ud800"}', "surrogate"),
+        ('{"prompt": "", "label": "1"}', "'prompt' is empty"),
+        ('{"prompt": "a", "label": ""}', "'label' is empty"),
+        ('{"prompt": "a", "label": ' + "1" * 5000 + "}", "not valid JSON"),
+    ],
+)
+def test_rows_that_could_never_be_graded_are_refused(tmp_path, tokenizer, row, words):
+    with pytest.raises(SpecError, match=words):
+        load(write(tmp_path / "d.jsonl", row), tokenizer)

@@ -23,6 +23,8 @@ ROW = {"prompt": "1+1", "label": "2"}
 def write_run(tmp_path: Path, *, model_type: str = "qwen3", rows: str | None = None, more: str = "") -> Path:
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).touch()
     (tmp_path / "prompts.jsonl").write_text(json.dumps(ROW) + "\n" if rows is None else rows)
     path = tmp_path / "demo.toml"
     path.write_text(
@@ -86,6 +88,14 @@ def test_missing_file(tmp_path):
 def test_prompt_rows(tmp_path, rows, words):
     with pytest.raises(SpecError, match=words):
         check_inputs(spec_of(tmp_path, rows=rows))
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json"])
+def test_a_model_that_is_not_whole_is_refused(tmp_path, missing):
+    spec = spec_of(tmp_path)
+    (tmp_path / "model" / missing).unlink()
+    with pytest.raises(SpecError, match=r"model\.hf_checkpoint: there is no"):
+        check_inputs(spec)
 
 
 def test_evaluation_rows_are_checked_too(tmp_path):

@@ -104,3 +104,20 @@ def test_missing_section_is_named(tmp_path):
 def test_missing_inputs_are_named(run_file):
     with pytest.raises(SpecError, match=r"model\.hf_checkpoint"):
         load_run(run_file, environ={}).check_files()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.lease_ttl_s=inf",
+        "optimizer.lr=nan",
+        'evaluation.sets={"../x" = {prompt_data = "e.jsonl"}}',
+        'evaluation={max_response_tokens = 9999, sets = {e = {prompt_data = "e.jsonl"}}}',
+    ],
+)
+def test_values_that_cannot_work_are_refused(run_file, override):
+    refused(run_file, override)
+
+
+def test_a_spec_that_is_a_directory_is_refused(tmp_path):
+    assert str(tmp_path) in refused(tmp_path)

@@ -194,7 +194,7 @@ def make_spec(run_dir: Path, ports: list[int]) -> RunSpec:
             "run_dir": run_dir,
             "model": {"hf_checkpoint": "unused"},
             "data": {"prompt_data": "unused"},
-            "rollout": {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1},
+            "rollout": {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2},
             "weight_sync": {"session_timeout_s": 5},
             "services": {
                 "buffer": endpoint(ports[0]),
