@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -395,11 +396,12 @@ async def test_a_data_file_that_changed_under_a_run_is_refused(tmp_path, redis):
 
 
 async def test_unknown_enum_values_and_tokens_are_invalid_arguments(buffer):
+    unknown: Any = 99
     requests = [
-        buffer.stub.ListGroups(pb.ListGroupsRequest(run_id=RUN_ID, state=99), timeout=5),
+        buffer.stub.ListGroups(pb.ListGroupsRequest(run_id=RUN_ID, state=unknown), timeout=5),
         buffer.stub.ListBatches(pb.ListBatchesRequest(run_id=RUN_ID, page_token="LTU="), timeout=5),
         buffer.registry.SetDesiredState(
-            registry_pb.SetDesiredStateRequest(run_id=RUN_ID, request_id="x", desired_state=99), timeout=5
+            registry_pb.SetDesiredStateRequest(run_id=RUN_ID, request_id="x", desired_state=unknown), timeout=5
         ),
     ]
     assert [await status_of(request) for request in requests] == ["INVALID_ARGUMENT"] * 3
