@@ -175,8 +175,10 @@ async def serve(service: str, spec: RunSpec, setup: Setup, endpoint: Endpoint) -
         await host.cancel_tasks()
         await host.server.stop(STOP_GRACE_S)
         for stop in reversed(host.on_stop):
-            with contextlib.suppress(Exception):
+            try:
                 await stop()
+            except Exception as error:
+                log.error("a part did not stop in order", exc_info=error)
         http.should_exit = True
         await http_task
         log.info("stopped")
