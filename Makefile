@@ -18,7 +18,7 @@ nightly: install
 lint: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/buf lint
 
 format: install
