@@ -1,5 +1,7 @@
 """Block quantisation on CUDA: one Triton program a block, bit for bit what `quantize_reference` computes."""
 
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from typing import Any
 
 import torch
