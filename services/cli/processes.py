@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from services.common.spec import Endpoint, RunSpec
+from services.common.spec import DeviceEndpoint, Endpoint, RunSpec
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 PYTHON_ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
@@ -55,7 +55,8 @@ def process_table(spec: RunSpec, run_file: Path, *, python: str = sys.executable
 
     def service(name: str, module: str, endpoint: Endpoint, *more: str, **settings: object) -> Process:
         argv = (python, "-m", f"services.{module}", "--run", str(run_file), *more)
-        return Process(name, argv, endpoint, PYTHON_ENVIRONMENT, **settings)  # pyright: ignore[reportArgumentType]
+        environment = PYTHON_ENVIRONMENT | visible_gpus(endpoint)
+        return Process(name, argv, endpoint, environment, **settings)  # pyright: ignore[reportArgumentType]
 
     table = [
         service("buffer", "buffer", at.buffer, stop_wave=LEDGER_WAVE),
@@ -72,6 +73,12 @@ def process_table(spec: RunSpec, run_file: Path, *, python: str = sys.executable
         argv = redis_argv(spec, redis or find_redis() or "redis-server")
         table.insert(0, Process("redis", argv, stop_wave=REDIS_WAVE))
     return table
+
+
+def visible_gpus(endpoint: Endpoint) -> dict[str, str]:
+    """The environment variable that hides the other GPUs; empty if the endpoint names none."""
+    gpus = endpoint.gpus if isinstance(endpoint, DeviceEndpoint) else []
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
 
 
 def redis_argv(spec: RunSpec, redis: str) -> tuple[str, ...]:

@@ -178,6 +178,8 @@ class EngineSpec(Strict):
     """Samples that run at once inside vLLM; more wait there."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Size of the KV cache on CPU, in GiB."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that vLLM takes, weights included; weights on their way need space beside it."""
     enforce_eager: bool = True
     """Off compiles the model first: slower start, faster tokens."""
     num_threads: int = Field(default=0, ge=0)
@@ -228,8 +230,19 @@ class Endpoint(Strict):
         return f"{self.host}:{self.http_port}"
 
 
+class DeviceEndpoint(Endpoint):
+    """Where a process that computes on GPUs listens, and on which."""
+
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    """CUDA devices that `flotilla up` lets the process see; none named leaves all visible."""
+
+
 def _default_endpoint(offset: int) -> Endpoint:
     return Endpoint(grpc_port=7700 + offset, http_port=7800 + offset)
+
+
+def _default_device_endpoint(offset: int) -> DeviceEndpoint:
+    return DeviceEndpoint(grpc_port=7700 + offset, http_port=7800 + offset)
 
 
 class ServicesSpec(Strict):
@@ -241,13 +254,13 @@ class ServicesSpec(Strict):
     """The reward service."""
     rollout_gateway: Endpoint = _default_endpoint(2)
     """The gateway."""
-    trainer: Endpoint = _default_endpoint(3)
+    trainer: DeviceEndpoint = _default_device_endpoint(3)
     """Rank 0 of the trainer."""
     weight_sync: Endpoint = _default_endpoint(4)
     """The coordinator."""
-    weight_agents: list[Endpoint] = [_default_endpoint(10)]
+    weight_agents: list[DeviceEndpoint] = [_default_device_endpoint(10)]
     """One for each trainer rank."""
-    engines: list[Endpoint] = [_default_endpoint(20)]
+    engines: list[DeviceEndpoint] = [_default_device_endpoint(20)]
     """One for each engine."""
 
     @model_validator(mode="before")
@@ -266,14 +279,14 @@ class ServicesSpec(Strict):
 
     @field_validator("weight_agents")
     @classmethod
-    def _one_rank(cls, value: list[Endpoint]) -> list[Endpoint]:
+    def _one_rank(cls, value: list[DeviceEndpoint]) -> list[DeviceEndpoint]:
         if len(value) != 1:
             raise ValueError("the trainer has one rank in this version: give exactly one weight agent")
         return value
 
     @field_validator("engines")
     @classmethod
-    def _some_engine(cls, value: list[Endpoint]) -> list[Endpoint]:
+    def _some_engine(cls, value: list[DeviceEndpoint]) -> list[DeviceEndpoint]:
         if not value:
             raise ValueError("give at least one engine")
         return value
