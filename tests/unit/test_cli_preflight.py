@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from services.cli import preflight
 from services.cli.main import app
-from services.cli.preflight import check_inputs, check_machine, check_ports, make_run_dir, write_run_file
+from services.cli.preflight import check_gpus, check_inputs, check_machine, check_ports, make_run_dir, write_run_file
 from services.common.spec import RunSpec, SpecError, load_run
 from tests.conftest import free_ports
 
@@ -186,3 +186,12 @@ def test_dry_run_prints_the_resolved_spec(tmp_path):
     printed.write_text(result.stdout)
     assert load_run(printed, environ={}).rollout.num_rollout == 9
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_gpu_that_is_not_there(tmp_path):
+    spec = on_free_ports(tmp_path)
+    trainer = spec.services.trainer.model_copy(update={"gpus": [0, 2]})
+    named = spec.model_copy(update={"services": spec.services.model_copy(update={"trainer": trainer})})
+    check_gpus(named, found=3)
+    with pytest.raises(SpecError, match=r"services\.trainer\.gpus: there is no GPU 2; this machine has 2"):
+        check_gpus(named, found=2)

