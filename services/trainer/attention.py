@@ -1,23 +1,45 @@
-"""Causal self-attention over packed sequences, through torch's scaled_dot_product_attention.
+"""Causal self-attention over packed sequences.
 
-Shapes: T tokens of the pack, S segments, L longest segment, N query heads, K key heads, D head size.
+On CUDA in half precision one call of flash attention for the whole pack; else torch's scaled_dot_product_attention.
+
+Shapes: T tokens of the pack, S segments, L longest segment, N query heads, K key heads, D head size, B batch (1 for a
+pack).
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
-from services.trainer.megatron import MegatronModule, PackedSeqParams, TransformerConfig
+from services.trainer.fusion import fused
+from services.trainer.megatron import MegatronModule, PackedSeqParams, SelfAttention, TransformerConfig
 
 MAX_PADDING_RATIO = 4
 """A pack is padded while that costs less attention than this; beyond it, one call for each segment is cheaper."""
 LONG_SEGMENT_TOKENS = 1024
 """From here on one segment keeps the device busy, and padding only wastes work."""
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+"""What flash attention computes in."""
+
+
+def causal_options(parameters: Container[str]) -> dict[str, Any]:
+    """How a `varlen_attn` with these parameters is told to be causal, with fewer key heads than query heads.
+
+    Up to torch 2.10 it has `is_causal`, from 2.11 on `window_size`; 2.13 wants to be told of grouped heads, which the
+    kernel beneath has always taken.
+    """
+    causal = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    return {**causal, "enable_gqa": True} if "enable_gqa" in parameters else causal
+
+
+_CAUSAL = causal_options(inspect.signature(varlen_attn).parameters)
 
 
 @dataclass
@@ -78,11 +100,20 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)).transpose(0, 1)
         assert isinstance(packed_seq_params, Segments), "packs are made by make_segments"
+        if query.is_cuda and query.dtype in FLASH_DTYPES:
+            return self._attend_flash(query, key, value, packed_seq_params)
         if packed_seq_params.padded_rows is not None:
             return self._attend_padded(query, key, value, packed_seq_params)
         lengths = packed_seq_params.lengths
         parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in parts])
+
+    def _attend_flash(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        assert self.softmax_scale is None, "the scale is 1 / sqrt(D)"
+        bounds, longest = segments.cu_seqlens_q, segments.max_seqlen_q
+        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **_CAUSAL)
+        assert isinstance(out, Tensor)
+        return out.flatten(1)
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """Padding stands right of each segment, where the causal mask hides it from every real token."""
@@ -100,3 +131,66 @@ class CoreAttention(MegatronModule):
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(2)
+
+
+class RotarySelfAttention(SelfAttention):
+    """Megatron's self-attention for training, with everything between projection and core attention in one function.
+
+    Needs at least one query group for each tensor-parallel rank.
+    """
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  of its many parameters these are given
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: tuple[Tensor, Tensor],
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend. `hidden_states` are `[T, B, hidden]`, `rotary_pos_emb` cosines and sines `[T, 1, 1, D]`."""
+        projection: Any = self.linear_qkv
+        attend: Any = self.core_attention
+        mixed, _bias = projection(hidden_states)
+        weights = [getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm)]
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        heads = split_heads(mixed, *rotary_pos_emb, weights[0], weights[1], groups, size, self.config.layernorm_epsilon)
+        query, key, value = heads if packed_seq_params is None else (x.squeeze(1) for x in heads)
+        mask = {"attention_mask": attention_mask, "attn_mask_type": self.attn_mask_type}
+        out = attend(query, key, value, **mask, packed_seq_params=packed_seq_params)
+        return self.linear_proj(out.reshape(*mixed.shape[:2], -1))
+
+
+@fused(rows=3)
+def split_heads(
+    mixed: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    groups: int,
+    size: int,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries `[T, B, N, D]` and keys `[T, B, K, D]`, normalised for each head and rotated, and values `[T, B, K, D]`.
+
+    Args:
+        mixed: `[T, B, (N + 2K) * D]`: for each of the K groups its queries, then its key, then its value.
+        cosines, sines: `[T, 1, 1, D]`.
+        query_weight, key_weight: `[D]` of the RMSNorm of each head; None for none.
+        groups, size: K and D.
+        norm_eps: Of the RMSNorm.
+    """
+    heads = mixed.unflatten(-1, (groups, -1, size))
+    query, key, value = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
+    if query_weight is not None:
+        query = F.rms_norm(query, (size,), query_weight, norm_eps)
+    if key_weight is not None:
+        key = F.rms_norm(key, (size,), key_weight, norm_eps)
+    return rotate(query, cosines, sines), rotate(key, cosines, sines), value.contiguous()
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv 2104.09864) in the layout of Hugging Face: the halves of D are rotated."""
+    first, second = x.chunk(2, -1)
+    return x * cosines + torch.cat((-second, first), -1) * sines

@@ -1,6 +1,7 @@
 """The loss: pure functions over response tokens.
 
-Shapes: R response tokens, V vocabulary. Everything is float32 whatever the model computes in.
+Shapes: R response tokens, V vocabulary. Everything is float32 whatever the model computes in, but for what is said to
+have the dtype of the logits.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     return logits.float() / temperature
 
 
-def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """`[R]` log-probability of each target under `[R, V]` scaled logits."""
-    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
+def token_log_probs(scaled: Tensor, targets: Tensor, normalizers: Tensor) -> Tensor:
+    """`[R]` log-probability of each target under `[R, V]` scaled logits, whose log-sum-exp `normalizers` is."""
+    return scaled.gather(1, targets[:, None])[:, 0] - normalizers
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """`[R]` entropy in nats of the distributions of `[R, V]` scaled logits."""
-    log_probs = logits.log_softmax(1)
+def entropy(scaled: Tensor, normalizers: Tensor) -> Tensor:
+    """`[R]` entropy in nats of the distributions of `[R, V]` scaled logits, whose log-sum-exp `normalizers` is."""
+    log_probs = scaled - normalizers[:, None]
     return -(log_probs.exp() * log_probs).sum(1)
+
+
+def logit_gradients(
+    logits: Tensor, targets: Tensor, normalizers: Tensor, gradients: Tensor, temperature: float
+) -> Tensor:
+    """`[R, V]`, dtype of the logits: gradient of `(token_log_probs * gradients).sum()` to the unscaled logits."""
+    probabilities = (scaled_logits(logits, temperature) - normalizers[:, None]).exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return ((is_target.float() - probabilities) * (gradients / temperature)[:, None]).to(logits.dtype)
 
 
 def policy_loss(

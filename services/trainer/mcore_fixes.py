@@ -7,7 +7,8 @@ parameter's moments, where Apex and Transformer Engine keep one number for each 
 2. loading parameter state fails, because the checkpoint has no step beside the moments;
 3. loading gives all parameters the same step tensor, so that every optimizer step then counts once per parameter and
    the bias correction is silently wrong;
-4. a checkpoint that is written in this process still starts a helper process, to hold a queue between processes.
+4. a checkpoint that is written in this process still starts a helper process, to hold a queue between processes;
+5. the norm of the gradients waits for the device once for each parameter, and clipping copies every gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import queue
 from typing import Any
 
 import torch
+from megatron.core import utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -33,16 +36,36 @@ def _load_state_dict_with_own_steps(self: Any, state_dict: dict[str, Any]) -> No
         state["step"] = state["step"].clone()
 
 
+def _l2_norm(
+    _chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], *_: object
+) -> tuple[torch.Tensor, None]:
+    """`[1]` norm of all tensors together."""
+    norms = torch._foreach_norm(lists[0])  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def _scale(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], factor: float) -> None:
+    """Clipping gives the gradients as source and as target."""
+    torch._foreach_mul_(lists[1], factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def install() -> None:
-    """Repair 2, 3 and 4, for the whole process. Idempotent."""
+    """Repairs 2 to 5, for the whole process; 5 only where there is no faster kernel. Idempotent."""
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _l2_norm, _scale
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_without_step
     DistributedOptimizer.load_state_dict = _load_state_dict_with_own_steps
     filesystem_async._results_queue = queue.SimpleQueue()
 
 
-def give_initial_state(optimizer: torch.optim.Optimizer) -> None:
-    """Repair 1: the state that AdamW would give each parameter at its first step."""
+def give_initial_state(optimizer: torch.optim.Optimizer, fused: bool) -> None:
+    """Repair 1: the state that AdamW would give each parameter at its first step.
+
+    With `fused` every step is one kernel for all parameters, whose step counts then lie beside them.
+    """
     for group in optimizer.param_groups:
+        group["fused"] = fused
         for parameter in group["params"]:
             zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+            step = torch.zeros((), device=parameter.device if fused else "cpu")
+            optimizer.state[parameter] = {"step": step, **zeros}

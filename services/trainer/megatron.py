@@ -29,6 +29,7 @@ with warnings.catch_warnings():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -49,6 +50,7 @@ with warnings.catch_warnings():
 from services.trainer import mcore_fixes  # noqa: E402  it imports megatron-core
 
 __all__ = [
+    "HAVE_TE",
     "MLP",
     "AttnMaskType",
     "CheckpointingException",
@@ -66,6 +68,7 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionSubmodules",
     "ShardedObject",
+    "TEDotProductAttention",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
@@ -87,6 +90,8 @@ def initialize(seed: int) -> None:
     """
     if not ON_CUDA:
         mcore_cpu.adopt_modules()
+    else:
+        torch.cuda.set_device(0)  # the process sees one GPU; NCCL would guess otherwise
     mcore_fixes.install()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(BACKEND, store=store, rank=0, world_size=1)

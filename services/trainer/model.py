@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.common.errors import FailedPrecondition
-from services.trainer.attention import CoreAttention
+from services.trainer.attention import CoreAttention, RotarySelfAttention
 from services.trainer.megatron import (
     DEVICE,
+    HAVE_TE,
     MLP,
+    ON_CUDA,
     AttnMaskType,
     ColumnParallelLinear,
     GPTModel,
@@ -25,8 +27,8 @@ from services.trainer.megatron import (
     MLPSubmodules,
     ModuleSpec,
     RowParallelLinear,
-    SelfAttention,
     SelfAttentionSubmodules,
+    TEDotProductAttention,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
@@ -125,13 +127,15 @@ class PolicyModel(GPTModel):
         packed_seq_params: Any = None,
         padding_mask: Any = None,
     ) -> tuple[Any, ...]:
-        """Rotary angles for each token of the pack: applied in one call, not segment by segment."""
-        hidden, rotary, *rest = super()._preprocess(
+        """Cosines and sines of the rotary angles for each token of the pack, `[T, 1, 1, D]`, once for all layers."""
+        hidden, angles, *rest = super()._preprocess(
             input_ids, position_ids, decoder_input, inference_context, packed_seq_params, padding_mask
         )
-        if rotary is not None and packed_seq_params is not None:
-            rotary = rotary[position_ids.flatten()]
-        return hidden, rotary, *rest
+        assert angles is not None, "the position embedding is rope"
+        if packed_seq_params is not None:
+            angles = angles[position_ids.flatten()]
+        dtype = self.config.params_dtype
+        return hidden, (angles.cos().to(dtype), angles.sin().to(dtype)), *rest
 
 
 def transformer_config(model: ModelConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -157,7 +161,7 @@ def transformer_config(model: ModelConfig, dtype: torch.dtype) -> TransformerCon
         calculate_per_token_loss=True,
         perform_initialization=False,
         transformer_impl="local",
-        bias_activation_fusion=False,
+        bias_activation_fusion=ON_CUDA,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -170,11 +174,11 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     add_residual: Any = get_bias_dropout_add
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
+            core_attention=TEDotProductAttention if HAVE_TE and config.bf16 else CoreAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,

@@ -10,6 +10,7 @@ import torch
 from services.common.spec import OptimizerSpec
 from services.trainer.mcore_fixes import give_initial_state
 from services.trainer.megatron import (
+    ON_CUDA,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     OptimizerConfig,
@@ -59,7 +60,7 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         self.megatron: Any = get_megatron_optimizer(config, [self.ddp])
-        give_initial_state(self.megatron.optimizer)
+        give_initial_state(self.megatron.optimizer, fused=ON_CUDA)
         module.config.finalize_model_grads_func = _sum_gradients
 
     def reload(self) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.common.spec import RunSpec
 from services.trainer import hf_mapping, loss
 from services.trainer.batch import Batch, Sample
+from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import DEVICE, get_forward_backward_func
 from services.trainer.model import DTYPES, ModelConfig, PolicyModel, build_model
 from services.trainer.optimizer import Optimizer, learning_rate
@@ -57,6 +59,7 @@ class Learner:
         }
 
     def _packs_by_step(self, batch: Batch, samples: Sequence[Sample]) -> list[list[Pack]]:
+        _check_tokens(samples, self.model.vocabulary)
         steps: list[list[Pack]] = [[] for _ in range(batch.optimizer_steps)]
         for micro_batch in batch.micro_batches:
             steps[micro_batch.optimizer_step].append(make_pack(batch, micro_batch, samples, DEVICE))
@@ -66,22 +69,21 @@ class Learner:
     def _observe(self, packs: list[Pack], optimizer_steps: int) -> tuple[list[Tensor], Metrics]:
         """Log-probs of every pack under the weights as they are, and what they say about the policy."""
         outputs = self._run(packs, self._observe_step, forward_only=True)
-        gaps = [(lp - pack.rollout_log_probs).abs() * pack.mask for (lp, _), pack in zip(outputs, packs, strict=True)]
-        tokens = sum(float(pack.mask.sum()) for pack in packs)
-        entropy = sum(float((e * pack.weights).sum()) for (_, e), pack in zip(outputs, packs, strict=True))
+        rows = [_observations(pack, *output) for pack, output in zip(packs, outputs, strict=True)]
+        found = _to_floats(rows)
         metrics = {
-            "train/entropy": entropy / optimizer_steps,
-            "train/log_prob_gap_mean": sum(float(gap.sum()) for gap in gaps) / max(1.0, tokens),
-            "train/log_prob_gap_max": max((float(gap.max()) for gap in gaps if gap.numel()), default=0.0),
+            "train/entropy": sum(found["entropy"]) / optimizer_steps,
+            "train/log_prob_gap_mean": sum(found["gap_sum"]) / max(1.0, sum(found["tokens"])),
+            "train/log_prob_gap_max": max(found["gap_max"]),
         }
-        return [lp for lp, _ in outputs], metrics
+        return [log_probs for log_probs, _ in outputs], metrics
 
     def _optimize(self, packs: list[Pack], old_log_probs: Iterator[Tensor], number: int) -> Metrics:
         """Optimizer step `number` of the run; takes one entry of `old_log_probs` for each pack."""
         self.optimizer.zero_gradients()
         sums = self._run(packs, partial(self._train_step, old_log_probs), forward_only=False)
         result = self.optimizer.step(number)
-        total = {name: sum(float(one[name]) for one in sums) for name in sums[0]}
+        total = {name: sum(values) for name, values in _to_floats(sums).items()}
         return {**total, "train/grad_norm": result.grad_norm, "train/skipped_steps": float(not result.applied)}
 
     def _run(self, packs: list[Pack], forward_step: Any, forward_only: bool) -> list[Any]:
@@ -96,32 +98,37 @@ class Learner:
             forward_only=forward_only,
         )
 
-    def _forward(self, model: Any, pack: Pack) -> Tensor:
-        """`[R, V]` scaled logits; the output layer runs on response tokens only."""
+    def _forward(self, model: Any, pack: Pack, score: Any) -> Any:
+        """What `score` makes of the hidden states before, and the weight of the output layer, and the targets."""
         return model(
             pack.tokens,
             pack.position_ids,
             None,
             packed_seq_params=pack.segments,
-            output_processor=self._response_logits,
-            output_processor_context=pack,
+            output_processor=self._score_responses,
+            output_processor_context=(pack, score),
         )
 
-    def _response_logits(
-        self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Pack, **_: Any
-    ) -> Tensor:
+    def _score_responses(
+        self,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        context: tuple[Pack, Any],
+        **_: Any,
+    ) -> Any:
         """Megatron's hook after the last layer; `hidden_states` are `[T, 1, hidden]`."""
-        logits, _bias = output_layer(hidden_states[context.places], weight=output_weight)
-        return loss.scaled_logits(logits[:, 0], self._spec.rollout.temperature)
+        pack, score = context
+        weight = output_layer.weight if output_weight is None else output_weight
+        hidden = hidden_states.squeeze(1).index_select(0, pack.places)
+        return score(hidden, weight, pack.targets, self._spec.rollout.temperature)
 
     def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[tuple[Tensor, Tensor], None]:
-        pack = next(packs)
-        logits = self._forward(model, pack)
-        return (loss.token_log_probs(logits, pack.targets), loss.entropy(logits)), None
+        return self._forward(model, next(packs), token_log_probs_and_entropy), None
 
     def _train_step(self, old: Iterator[Tensor], packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
         pack, old_log_probs = next(packs), next(old)
-        log_probs = loss.token_log_probs(self._forward(model, pack), pack.targets)
+        log_probs = self._forward(model, pack, token_log_probs)
         return log_probs, partial(self._loss, pack, old_log_probs)
 
     def _loss(self, pack: Pack, old_log_probs: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -135,6 +142,31 @@ class Learner:
             "train/ppo_kl": ((old_log_probs - log_probs.detach()) * pack.weights).sum(),
         }
         return total, torch.zeros((), dtype=torch.int, device=total.device), report
+
+
+def _check_tokens(samples: Sequence[Sample], vocabulary: int) -> None:
+    """Before CUDA meets a token that has no embedding, which would end the process."""
+    for row, one in enumerate(samples):
+        for token in (*one.prompt, *one.response):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"sample of row {row}: token {token} is outside the vocabulary of {vocabulary}")
+
+
+def _observations(pack: Pack, log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+    """Sums and maxima over the tokens of a pack."""
+    gaps = (log_probs - pack.rollout_log_probs).abs() * pack.mask
+    return {
+        "tokens": pack.mask.sum(),
+        "entropy": (entropy * pack.weights).sum(),
+        "gap_sum": gaps.sum(),
+        "gap_max": F.pad(gaps, (0, 1)).max(),
+    }
+
+
+def _to_floats(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, list[float]]:
+    """Scalars of several packs, by name; one wait for the device in all."""
+    columns = torch.stack([torch.stack(list(row.values())) for row in rows]).T.tolist()
+    return dict(zip(rows[0], columns, strict=True))
 
 
 def _summarize(steps: list[Metrics]) -> Metrics:

@@ -247,6 +247,13 @@ def test_a_gradient_that_is_not_finite_is_skipped(qwen3: tuple[Path, Any]) -> No
     assert after["train/grad_norm"] > 0
 
 
+def test_a_token_outside_the_vocabulary_is_an_error(qwen3: tuple[Path, Any]) -> None:
+    samples = make_samples(2, seed=3)
+    samples[1] = replace(samples[1], prompt=(*samples[1].prompt, VOCABULARY))
+    with pytest.raises(ValueError, match=f"row 1: token {VOCABULARY}"):
+        make_learner(qwen3[0]).train(make_batch(samples, 0, [[0, 1]]), samples)
+
+
 def test_observed_metrics(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     samples = make_samples(5, seed=11)

@@ -1,4 +1,4 @@
-"""The loss functions against the definitions, written out for one token at a time. Nothing is faked."""
+"""Log-probs, entropy, loss and their gradients against the definitions. Nothing is faked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from services.trainer import loss
+from services.trainer import log_probs, loss
+from services.trainer.log_probs import chunk_rows, token_log_probs, token_log_probs_and_entropy
+
+TOKENS, HIDDEN, VOCABULARY = 23, 16, 13
+CHUNKS = [1, 5, 23, 100]
 
 
 def log_softmax(row: list[float]) -> list[float]:
@@ -16,17 +21,72 @@ def log_softmax(row: list[float]) -> list[float]:
     return [x - norm for x in row]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_log_probs_and_entropy(temperature: float) -> None:
+def make_inputs(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and targets; logits spread over about +-20."""
     draw = torch.Generator().manual_seed(0)
-    logits = 20 * torch.randn(9, 13, generator=draw)
-    targets = torch.randint(0, 13, (9,), generator=draw)
-    scaled = loss.scaled_logits(logits, temperature)
-    found, spread = loss.token_log_probs(scaled, targets), loss.entropy(scaled)
-    for row, target, log_prob, entropy in zip(logits.tolist(), targets.tolist(), found, spread, strict=True):
+    hidden, weight = torch.randn(tokens, HIDDEN, generator=draw), 2 * torch.randn(VOCABULARY, HIDDEN, generator=draw)
+    targets = torch.randint(0, VOCABULARY, (tokens,), generator=draw)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+@pytest.fixture(params=CHUNKS, ids=lambda rows: f"{rows}-rows")
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(log_probs, "chunk_rows", lambda *_: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_log_probs_and_entropy(chunk: int, temperature: float) -> None:
+    hidden, weight, targets = make_inputs()
+    found, spread = token_log_probs_and_entropy(hidden, weight, targets, temperature)
+    assert token_log_probs(hidden, weight, targets, temperature).equal(found)
+    logits = (hidden @ weight.T).tolist()
+    for row, target, log_prob, entropy in zip(logits, targets.tolist(), found, spread, strict=True):
         expected = log_softmax([x / temperature for x in row])
         assert float(log_prob) == pytest.approx(expected[target], abs=1e-4)
         assert float(entropy) == pytest.approx(-sum(math.exp(x) * x for x in expected), abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_the_plain_form(chunk: int, dtype: torch.dtype) -> None:
+    hidden, weight, targets = make_inputs(dtype=dtype)
+    outer = torch.randn(TOKENS, generator=torch.Generator().manual_seed(1))
+    (token_log_probs(hidden, weight, targets, 0.7) * outer).sum().backward()
+    h, w = (x.detach().float().requires_grad_() for x in (hidden, weight))
+    plain = torch.log_softmax(h @ w.T / 0.7, 1).gather(1, targets[:, None])[:, 0]
+    (plain * outer).sum().backward()
+    for ours, expected in ((hidden.grad, h.grad), (weight.grad, w.grad)):
+        assert ours is not None and expected is not None and ours.dtype == dtype
+        bound = 1e-4 if dtype == torch.float32 else 0.03 * float(expected.abs().max())
+        assert (ours.float() - expected).abs().max() <= bound
+
+
+def test_the_gradient_of_the_weight_adds_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token in a chunk: 4,096 contributions of one sign, which bfloat16 would lose from 256 on."""
+    monkeypatch.setattr(log_probs, "chunk_rows", lambda *_: 1)
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    token_log_probs(hidden, weight, torch.zeros(4096, dtype=torch.long), 1.0).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == [2048, -2048]
+
+
+def test_no_tokens() -> None:
+    hidden, weight, targets = make_inputs(0)
+    found = token_log_probs(hidden, weight, targets, 1.0)
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert hidden.grad is not None and hidden.grad.shape == (0, HIDDEN)
+    assert weight.grad is not None and not weight.grad.any()
+    assert [len(one) for one in token_log_probs_and_entropy(hidden, weight, targets, 1.0)] == [0, 0]
+
+
+def test_chunks_fit_their_budget() -> None:
+    for device, budget in log_probs.CHUNK_BYTES.items():
+        rows = chunk_rows(151_936, 2, device)
+        assert rows * 151_936 * 2 <= budget < (rows + 256) * 151_936 * 2
+    assert chunk_rows(151_936, 2, "cuda") % log_probs.ROW_MULTIPLE == 0
+    assert chunk_rows(1 << 40, 4, "cpu") == 1
 
 
 def test_bfloat16_logits_are_scaled_in_float32() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.trainer.attention import CoreAttention, make_segments, should_pad
+from services.trainer.attention import CoreAttention, causal_options, make_segments, rotate, should_pad, split_heads
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
 from services.trainer.packing import Pack, make_pack
 
@@ -116,3 +116,36 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         later = torch.ones_like(scores, dtype=torch.bool).triu(1)
         heads.append(F.softmax(scores.masked_fill(later, -torch.inf), -1) @ v[:, mine])
     return torch.cat(heads, -1)
+
+
+def test_causal_options_of_every_torch() -> None:
+    """Parameters as in torch 2.10, 2.11 and 2.13."""
+    common = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert causal_options([*common, "is_causal", "return_aux"]) == {"is_causal": True}
+    assert causal_options([*common, "return_aux", "scale", "window_size"]) == {"window_size": (-1, 0)}
+    newest = causal_options([*common, "return_aux", "scale", "window_size", "enable_gqa", "seqused_k"])
+    assert newest == {"window_size": (-1, 0), "enable_gqa": True}
+
+
+def test_heads_are_split_by_group() -> None:
+    """2 groups of 2 queries; without norms, and without rotation where the angle is 0."""
+    mixed = torch.arange(2 * 2 * 4 * 6, dtype=torch.float32).view(2, 1, 2 * 4 * 6) / 10
+    angles = torch.tensor([0.0, 0.7]).view(2, 1, 1, 1).expand(2, 1, 1, 6)
+    query, key, value = split_heads(mixed, angles.cos(), angles.sin(), None, None, 2, 6, 1e-6)
+    rows = mixed.view(2, 8, 6)
+    assert query.shape == (2, 1, 4, 6) and key.shape == value.shape == (2, 1, 2, 6)
+    assert query[0, 0].equal(rows[0, [0, 1, 4, 5]]) and key[0, 0].equal(rows[0, [2, 6]])
+    assert value[:, 0].equal(rows[:, [3, 7]])
+    turned = torch.view_as_real(torch.complex(*rows[1, 2].chunk(2)) * torch.polar(torch.ones(()), angles[1, 0, 0, 0]))
+    assert (key[1, 0, 0] - turned.T.flatten()).abs().max() < 1e-5
+
+
+def test_heads_are_normalised_before_they_are_rotated() -> None:
+    draw = torch.Generator().manual_seed(2)
+    mixed, angles = torch.randn(5, 1, 3 * 8, generator=draw), torch.randn(5, 1, 1, 8, generator=draw)
+    weights = torch.rand(2, 8, generator=draw)
+    query, key, _ = split_heads(mixed, angles.cos(), angles.sin(), weights[0], weights[1], 1, 8, 1e-6)
+    for found, row, weight in ((query, 0, weights[0]), (key, 1, weights[1])):
+        plain = mixed.view(5, 1, 3, 8)[:, :, row : row + 1]
+        normed = plain / (plain.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+        assert (found - rotate(normed, angles.cos(), angles.sin())).abs().max() < 1e-5

@@ -1,0 +1,310 @@
+"""Speed and memory of the trainer on one GPU: a Qwen3-0.6B shape with random weights, 16,384 tokens in a micro-batch.
+
+    PYTHONPATH=.:protos/gen python3 benchmarks/gpu_trainer.py --out trainer.json [--variants] [--profile]
+
+A step is forward, backward and optimizer over one pack, with the policy loss on every token. Memory is the peak above
+weights, gradients and optimizer state. MFU counts 6 FLOP for a parameter and token, and causal attention three times
+(forward once, backward twice), of 989 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.spec import RunSpec
+from services.trainer import attention, log_probs, megatron
+from services.trainer.batch import Batch, MicroBatch, Row, Sample
+from services.trainer.model import RMSNorm, read_config
+from services.trainer.step import Learner
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": True,
+}
+PACKINGS = {
+    "8 x 2,048": [2048] * 8,
+    "1 x 16,384": [16_384],
+    "16 x 1,024": [1024] * 16,
+    "7 mixed": [300, 800, 1500, 2284, 2900, 3600, 5000],
+}
+PEAK_FLOPS = 989e12
+"""Of an H200 in bfloat16."""
+WARM_STEPS = 3
+
+
+def make_learner(folder: Path) -> Learner:
+    """A model of random weights, and its optimizer."""
+    (folder / "config.json").write_text(json.dumps(QWEN3_06B))
+    rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "max_response_tokens": 1024}
+    spec = RunSpec.model_validate(
+        {
+            "run_id": "benchmark",
+            "run_dir": folder,
+            "model": {"hf_checkpoint": folder},
+            "data": {"prompt_data": "prompts.jsonl", "max_prompt_tokens": 64},
+            "rollout": rollout,
+            "trainer": {"dtype": "bfloat16"},
+        }
+    )
+    learner = Learner(spec, read_config(folder))
+    for parameter in learner.module.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
+    learner.optimizer.reload()
+    return learner
+
+
+def make_batch(lengths: list[int]) -> tuple[Batch, list[Sample]]:
+    """One pack; a sample of n tokens in the pack has n response tokens."""
+    draw = torch.Generator().manual_seed(0)
+    samples = []
+    for length in lengths:
+        tokens = torch.randint(0, QWEN3_06B["vocab_size"], (length + 1,), generator=draw).tolist()
+        samples.append(Sample((tokens[0],), tuple(tokens[1:]), (-12.0,) * length, (1,) * length))
+    rows = tuple(Row((-1.0) ** index, length) for index, length in enumerate(lengths))
+    return Batch(0, "", rows, (len(rows),), (MicroBatch(0, tuple(range(len(rows)))),), {}), samples
+
+
+class Steps:
+    """Optimizer steps over one pack, and what their parts take."""
+
+    def __init__(self, learner: Learner, lengths: list[int]) -> None:
+        self.learner = learner
+        self.batch, self.samples = make_batch(lengths)
+        self.packs = learner._packs_by_step(self.batch, self.samples)[0]
+        self.old, _ = learner._observe(self.packs, 1)
+
+    def step(self) -> dict[str, float]:
+        """One step. Milliseconds on the device of its parts, and of the host to enqueue forward and backward."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+
+        def train_step(packs: Any, model: Any) -> Any:
+            log_probs, loss = self.learner._train_step(iter(self.old), packs, model)
+            marks[1].record()
+            return log_probs, loss
+
+        start = time.perf_counter()
+        marks[0].record()
+        self.learner.optimizer.zero_gradients()
+        self.learner._run(self.packs, train_step, forward_only=False)
+        marks[2].record()
+        enqueued = time.perf_counter()
+        self.learner.optimizer.step(0)
+        marks[3].record()
+        torch.cuda.synchronize()
+        parts = [a.elapsed_time(b) for a, b in pairwise(marks)]
+        names = ("forward_ms", "backward_ms", "optimizer_ms")
+        total, host = 1e3 * (time.perf_counter() - start), 1e3 * (enqueued - start)
+        return {**dict(zip(names, parts, strict=True)), "host_ms": host, "step_ms": total}
+
+    def medians(self, count: int) -> dict[str, float]:
+        """Of the parts of some steps, after some that are not counted."""
+        found = [self.step() for _ in range(WARM_STEPS + count)][WARM_STEPS:]
+        return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def wall_ms(function: Callable[[], object], count: int) -> float:
+    """Median wall time, after one call that is not counted."""
+    times = []
+    for _ in range(1 + count):
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])
+
+
+def measure(learner: Learner, name: str, count: int, base_bytes: int) -> dict[str, Any]:
+    """One row of the table."""
+    lengths = PACKINGS[name]
+    start = time.perf_counter()
+    steps = Steps(learner, lengths)
+    steps.step()
+    first_s = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    row = steps.medians(count)
+    peak = torch.cuda.max_memory_allocated() - base_bytes
+    tokens, parameters = sum(lengths), sum(one.numel() for one in learner.module.parameters())
+    context = sum(length * length for length in lengths) / 2
+    heads = QWEN3_06B["num_attention_heads"] * QWEN3_06B["head_dim"]
+    flops = 6 * parameters * tokens + 12 * QWEN3_06B["num_hidden_layers"] * heads * context
+    return {
+        "packing": name,
+        "tok_s": tokens / row["step_ms"] * 1e3,
+        "mfu_percent": 100 * flops / row["step_ms"] * 1e3 / PEAK_FLOPS,
+        "peak_gb": peak / 1e9,
+        **row,
+        "observe_ms": wall_ms(lambda: learner._observe(steps.packs, 1), count),
+        "train_ms": wall_ms(lambda: learner.train(steps.batch, steps.samples), count),
+        "first_s": first_s,
+    }
+
+
+class _CudnnAttention(torch.autograd.Function):
+    """cuDNN's attention for packs, which torch has but does not offer."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, bounds: Any, longest: int) -> Any:
+        found = torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, bounds, bounds, longest, longest, True, 0.0, True, False
+        )
+        ctx.save_for_backward(q, k, v, found[0], found[1], found[6], found[7], bounds)
+        ctx.longest = longest
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse, seed, offset, bounds = ctx.saved_tensors
+        shape = (bounds, bounds, ctx.longest, ctx.longest, 0.0, True)
+        grads = torch.ops.aten._cudnn_attention_backward(
+            grad.contiguous(), q, k, v, out, lse, seed, offset, None, *shape
+        )
+        return (*grads, None, None)
+
+
+def cudnn_attention(q: Any, k: Any, v: Any, bounds: Any, _: Any, longest: int, *__: Any, **___: Any) -> Any:
+    """In place of `varlen_attn`."""
+    ratio = q.shape[1] // k.shape[1]
+    return _CudnnAttention.apply(q, k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1), bounds, longest)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def variants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """Other ways to do a piece, by name: what makes the context in which steps are measured."""
+    norm = torch.compile(lambda x, weight, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps))
+    return {
+        "nothing compiled": lambda: torch.compiler.set_stance("force_eager"),
+        "RMSNorm compiled": lambda: replaced(RMSNorm, "forward", lambda self, x: norm(x, self.weight, self.eps)),
+        "logits of 0.25 GiB": lambda: replaced(log_probs, "CHUNK_BYTES", {"cuda": 1 << 28}),
+        "logits of 0.5 GiB": lambda: replaced(log_probs, "CHUNK_BYTES", {"cuda": 1 << 29}),
+        "logits of 2 GiB": lambda: replaced(log_probs, "CHUNK_BYTES", {"cuda": 1 << 31}),
+        "cuDNN attention": lambda: replaced(attention, "varlen_attn", cudnn_attention),
+    }
+
+
+def measure_variants(learner: Learner, count: int, base_bytes: int) -> list[dict[str, Any]]:
+    """Rows for 8 x 2,048; a variant that does not work here says why."""
+    rows = []
+    for name, make_context in variants().items():
+        with make_context():
+            try:
+                rows.append({**measure(learner, "8 x 2,048", count, base_bytes), "packing": name})
+            except (RuntimeError, TypeError) as error:
+                print(f"{name}: {str(error).splitlines()[0][:300]}")
+    return rows
+
+
+def print_synchronisations(steps: Steps) -> None:
+    """Where one step makes the host wait for the device."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        steps.learner.optimizer.zero_gradients()
+        steps.learner._run(steps.packs, lambda d, m: steps.learner._train_step(iter(steps.old), d, m), False)
+        steps.learner.optimizer.step(0)
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message))
+    print(f"\n{sum(places.values())} waits for the device in one step")
+    for place, number in places.most_common(12):
+        print(f"  {number} x {place}")
+
+
+def print_profile(steps: Steps) -> None:
+    """The most expensive kernels of two steps, and how long the device idles between the first and the last."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        steps.step()
+        steps.step()
+    events = [
+        one
+        for one in profiler.events() or []
+        if str(one.device_type).endswith("CUDA") and not getattr(one, "is_user_annotation", False)
+    ]
+    ranges = sorted((one.time_range.start, one.time_range.end) for one in events)
+    busy, end = 0.0, ranges[0][0]
+    for start, stop in ranges:
+        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
+    print(f"\ndevice idle {100 * (1 - busy / (end - ranges[0][0])):.1f} % of two steps")
+    kernels: dict[str, list[float]] = {}
+    for one in events:
+        kernels.setdefault(one.name, []).append(one.time_range.end - one.time_range.start)
+    for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:30]:
+        print(f"{sum(times) / 2e3:8.2f} ms {len(times) // 2:5} calls a step  {name[:140]}")
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """All figures of all rows."""
+    names = list(rows[0])
+    print("  ".join(f"{name:>18}" if name == "packing" else f"{name:>12}" for name in names))
+    for row in rows:
+        print("  ".join(f"{row[n]:>18}" if n == "packing" else f"{row[n]:>12,.1f}" for n in names))
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="file for the figures, as JSON")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each row")
+    parser.add_argument("--variants", action="store_true", help="also measure other ways to do a piece")
+    parser.add_argument("--profile", action="store_true", help="also print kernels, idle time and waits of the host")
+    options = parser.parse_args()
+    megatron.initialize(seed=1)
+    with tempfile.TemporaryDirectory() as folder:
+        learner = make_learner(Path(folder))
+    base_bytes = torch.cuda.memory_allocated()
+    rows = [measure(learner, name, options.steps, base_bytes) for name in PACKINGS]
+    print_table(rows)
+    if options.profile:
+        steps = Steps(learner, PACKINGS["8 x 2,048"])
+        print_profile(steps)
+        print_synchronisations(steps)
+    found = {
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "state_gb": base_bytes / 1e9,
+        "rows": rows,
+    }
+    options.out.write_text(json.dumps(found, indent=1))
+    if options.variants:
+        found["variants"] = measure_variants(learner, options.steps, base_bytes)
+        print_table(found["variants"])
+        options.out.write_text(json.dumps(found, indent=1))
+    megatron.destroy()
+
+
+if __name__ == "__main__":
+    main()
