@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from fractions import Fraction
 
 import numpy as np
 
@@ -52,17 +53,35 @@ def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def digest(tensors: dict[str, bytes]) -> str:
-    """128-bit digest of tensors given as bytes, whole words, little-endian."""
-    mask = (1 << 64) - 1
-    steps = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
-    spreads = (0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+    """128-bit digest of tensors given as bytes, whole 64-bit words, little-endian."""
+    half, mask = (1 << 32) - 1, (1 << 64) - 1
     lanes = [0, 0]
     for name, data in tensors.items():
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-        for offset, word in enumerate(np.frombuffer(data, "<u4").tolist()):
-            for lane in range(2):
-                z = (key + offset * steps[lane] + word * spreads[lane]) & mask
-                z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-                z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-                lanes[lane] = (lanes[lane] + (z ^ (z >> 31))) & mask
+        for offset, word in enumerate(np.frombuffer(data, "<u8").tolist()):
+            stripe, position = divmod(offset, 1024)
+            of_stripe = _mixed(key, stripe) & half | 1, _mixed(key, stripe) >> 32 | 1
+            for lane, seed in enumerate((0xD6E8FEB86659FD93, 0xA0761D6478BD642F)):
+                of_position = _mixed(seed, position)
+                low_key, high_key = (of_position & half) * of_stripe[lane], (of_position >> 32) * of_stripe[1 - lane]
+                product = (((word & half) + low_key) & half) * (((word >> 32) + high_key) & half)
+                lanes[lane] = (lanes[lane] + product) & mask
     return f"{lanes[1]:016x}{lanes[0]:016x}"
+
+
+def _mixed(seed: int, index: int) -> int:
+    """Lea's mixer of the index-th number of a sequence."""
+    mask = (1 << 64) - 1
+    z = (seed + index * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 32)) * 0xDABA0B6EB09322E3) & mask
+    z = ((z ^ (z >> 32)) * 0xDABA0B6EB09322E3) & mask
+    return z ^ (z >> 32)
+
+
+def to_float32(x: Fraction) -> Fraction:
+    """The nearest float32, ties to even, as long as it is normal; how a fused multiply-add rounds its exact result."""
+    if not x:
+        return x
+    exponent = x.numerator.bit_length() - x.denominator.bit_length()  # of |x|, or one too many
+    unit = Fraction(2) ** (exponent - 23 - (abs(x) < Fraction(2) ** exponent))
+    return round(x / unit) * unit

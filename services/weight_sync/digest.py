@@ -1,6 +1,6 @@
 """The 128-bit digest of what travels: order-independent, and additive over parts. No torch here.
 
-Two lanes of 64 bits; each is the wrapping sum over all 32-bit words of mix(tensor key, word offset, word). The digest
+Two lanes of 64 bits; each is the wrapping sum over all 64-bit words of mix(tensor key, word offset, word). The digest
 of a whole is the sum of the digests of its parts, so that senders and receivers need not see the same parts.
 `fingerprint` computes it.
 """

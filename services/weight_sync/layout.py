@@ -10,7 +10,7 @@ from services.weight_sync.records import WireBucket, WireFormat, WireTensor
 BLOCK = 128
 """Rows and columns of a quantisation block."""
 ALIGNMENT_BYTES = 16
-"""Every tensor of a bucket starts at a multiple of it, so that a view of any dtype is aligned."""
+"""Every tensor of a bucket, and its scales, start at a multiple of it, so that a view of any dtype is aligned."""
 SCALE_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """What a trainer may hold; block quantisation applies to each of them."""
@@ -32,11 +32,19 @@ def plain_bytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * DTYPE_BYTES[dtype]
 
 
+def scales_offset(shape: Sequence[int]) -> int:
+    """First byte of the scales of a quantised matrix: its values come before, padded."""
+    return padded(math.prod(shape))
+
+
+def quantised_bytes(shape: Sequence[int]) -> int:
+    """Bytes of a quantised matrix: values, padded, and scales."""
+    return scales_offset(shape) + math.prod(scale_shape(shape)) * SCALE_BYTES
+
+
 def encoded_bytes(shape: Sequence[int], dtype: str, form: WireFormat) -> int:
-    """Bytes of a tensor on the wire, without padding."""
-    if form is WireFormat.PLAIN:
-        return plain_bytes(shape, dtype)
-    return math.prod(shape) + math.prod(scale_shape(shape)) * SCALE_BYTES
+    """Bytes of a tensor on the wire, without the padding behind it."""
+    return plain_bytes(shape, dtype) if form is WireFormat.PLAIN else quantised_bytes(shape)
 
 
 def offsets(bucket: WireBucket) -> Iterator[tuple[WireTensor, int]]:

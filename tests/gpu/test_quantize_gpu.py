@@ -1,11 +1,14 @@
-"""The Triton kernel of block quantisation against the torch reference, byte for byte. Needs CUDA."""
+"""Block quantisation and the bytes of a bucket on CUDA against the same on the CPU, byte for byte. Needs CUDA."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from services.weight_sync.quantize import quantize, quantize_reference
+from services.weight_sync.layout import encoded_bytes, padded, quantised_bytes, scales_offset
+from services.weight_sync.quantize import Placement, quantize, quantize_into, quantize_reference, values_and_scales
+from services.weight_sync.records import WireBucket, WireFormat, WireTensor
+from services.weight_sync.wire import decode_bucket, encode_bucket
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -24,6 +27,7 @@ SHAPES = [
     (4097, 4095),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def noise(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -33,6 +37,11 @@ def noise(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Te
 def assert_same_bytes(x: torch.Tensor) -> None:
     """`x` lies on CUDA; the reference runs on a copy in main memory."""
     values, scales = quantize(x)
+    assert_equals_reference(x, values, scales)
+    assert values.shape == x.shape and values.is_contiguous() and scales.is_contiguous()
+
+
+def assert_equals_reference(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
     expected_values, expected_scales = quantize_reference(x.cpu())
     assert scales.cpu().view(torch.int32).equal(expected_scales.view(torch.int32))
     found, expected = values.cpu().view(torch.uint8), expected_values.view(torch.uint8)
@@ -43,7 +52,6 @@ def assert_same_bytes(x: torch.Tensor) -> None:
             f"{len(differ)} bytes differ, first at [{row}, {column}]: x = {x[row, column].item()!r}, "
             f"kernel {found[row, column].item():#04x}, reference {expected[row, column].item():#04x}"
         )
-    assert values.shape == x.shape and values.is_contiguous() and scales.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,6 +91,36 @@ def test_every_tie_between_codes():
     assert_same_bytes(x.cuda())
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_every_bfloat16_under_many_scales(seed):
+    """Each magnitude up to that of a block's first element, which is drawn from all float32 exponents."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(512, 128)
+    top = abs(noise((1, 1), torch.float32, seed).item()) * 2.0 ** (16 * seed - 120)
+    x = torch.where(every.isfinite() & (every.float().abs() <= top), every.float(), torch.zeros(1))
+    x[::128, 0] = top
+    assert_same_bytes(x.cuda())
+    assert_same_bytes(x.bfloat16().cuda())
+
+
+def test_hardest_quotients():
+    """The quotients next to a float32 rounding boundary beside the middle of two codes, under every scale that can
+    bring one nearest: see `quantize_triton._divide`."""
+    scales = ((torch.arange(8, 17)[:, None] << 20) + torch.arange(-8, 9)).flatten().double() * 2.0**-23
+    tops = (scales * 448).float()
+    scales, tops = (each[(tops / 448).double() == scales] for each in (scales, tops))
+    middles = torch.arange(16, 32).double() / 16
+    boundaries = torch.cat([middles - 2.0**-24, middles + 2.0**-24])
+    quotients = (boundaries[:, None] * 2.0 ** torch.arange(-11, 9).double()).flatten()
+    nearest = (scales[:, None] * quotients).float()
+    beside = [torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0.0, 1e9)]
+    points = torch.cat([nearest, *beside], 1)
+    points = torch.cat([points, -points, tops[:, None]], 1).clamp(-tops[:, None], tops[:, None])
+    x = torch.zeros(len(scales), 128 * 128)
+    x[:, : points.shape[1]] = points
+    assert len(scales) > 50
+    assert_same_bytes(x.view(-1, 128).cuda())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_views_with_strides(dtype):
     x = noise((600, 900), dtype).cuda()
@@ -106,3 +144,104 @@ def test_offsets_beyond_two_to_the_31():
     expected_values, expected_scales = quantize_reference(x[-128:].cpu())
     assert values[-128:].cpu().view(torch.uint8).equal(expected_values.view(torch.uint8))
     assert scales[-1:].cpu().equal(expected_scales)
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+def test_warps_do_not_matter(warps):
+    from services.weight_sync.quantize_triton import quantize_cuda
+
+    x = noise((300, 1008), torch.bfloat16).cuda()
+    data = torch.empty(quantised_bytes(x.shape), dtype=torch.uint8, device=CUDA)
+    assert quantize_cuda(data, [Placement("x", x, 0)], warps) == [True]
+    assert_equals_reference(x, *values_and_scales(data, x.shape))
+
+
+@pytest.mark.parametrize("shape", [(130, 250), (256, 384)])
+@pytest.mark.parametrize("start", [0, 48, 1 << 20])
+def test_into_a_slice_of_memory_and_nowhere_else(start, shape):
+    x = noise(shape, torch.bfloat16).cuda()
+    memory = torch.full((32 + start + quantised_bytes(shape) + 32,), 255, dtype=torch.uint8, device=CUDA)
+    quantize_into(memory[32:], [Placement("x", x, start)])
+    encoded = memory[32 + start : -32]
+    assert_equals_reference(x, *values_and_scales(encoded, shape))
+    assert (memory[: 32 + start] == 255).all() and (memory[-32:] == 255).all()
+    assert (encoded[x.numel() : scales_offset(shape)] == 255).all()
+
+
+def many() -> list[Placement]:
+    """More matrices than a launch takes, of every kind, some of them empty."""
+    shapes = [(1 + 37 * i % 300, 16 * (1 + i % 20) + (i % 5 == 0)) for i in range(700)] + [(0, 16), (3, 0)]
+    matrices, start = [], 0
+    for i, shape in enumerate(shapes):
+        matrices.append(Placement(f"t{i}", noise(shape, DTYPES[i % 3 if i % 2 else 1], i).cuda(), start))
+        start += padded(quantised_bytes(shape))
+    return matrices
+
+
+def test_many_matrices_at_once():
+    matrices = many()
+    buffer = torch.empty(matrices[-1].start + 16, dtype=torch.uint8, device=CUDA)
+    quantize_into(buffer, matrices)
+    for matrix in matrices:
+        assert_equals_reference(matrix.x, *values_and_scales(buffer[matrix.start :], matrix.x.shape))
+
+
+def test_the_first_of_many_that_is_not_finite_is_named():
+    matrices = many()
+    buffer = torch.empty(matrices[-1].start + 16, dtype=torch.uint8, device=CUDA)
+    for i in (650, 333, 600):
+        matrices[i].x[-1, -1] = float("nan")
+    with pytest.raises(ValueError, match=r"^t333 has"):
+        quantize_into(buffer, matrices)
+
+
+def mixed() -> tuple[WireBucket, dict[str, torch.Tensor]]:
+    """A bucket of plain and quantised tensors, with padding everywhere."""
+    tensors = {
+        "norm": noise((1, 77), torch.bfloat16)[0],
+        "odd": noise((5, 7), torch.float32),
+        "wide": noise((130, 1000), torch.bfloat16),
+        "bias": noise((1, 3), torch.float32)[0],
+        "turned": noise((640, 384), torch.bfloat16).T,
+        "rounded": noise((9, 9), torch.float32),
+    }
+    plain = {"norm": "bfloat16", "bias": "float32", "rounded": "bfloat16"}
+    wire = []
+    for name, x in tensors.items():
+        form = WireFormat.PLAIN if name in plain else WireFormat.FP8_BLOCK_128
+        dtype = plain.get(name, str(x.dtype).removeprefix("torch."))
+        wire.append(WireTensor(name, tuple(x.shape), dtype, form, encoded_bytes(x.shape, dtype, form)))
+    return WireBucket(0, tuple(wire), sum(padded(tensor.wire_bytes) for tensor in wire)), tensors
+
+
+def test_a_bucket_is_encoded_to_the_bytes_of_the_cpu():
+    bucket, tensors = mixed()
+    expected = encode_bucket(bucket, tensors, CPU)
+    on_device = {name: x.cuda() for name, x in tensors.items()}
+    assert encode_bucket(bucket, on_device, CUDA).cpu().equal(expected)
+    memory = torch.full((bucket.wire_bytes + 64,), 255, dtype=torch.uint8, device=CUDA)
+    out = memory[32 : 32 + bucket.wire_bytes]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert encode_bucket(bucket, on_device, CUDA, out).cpu().equal(expected)
+    assert (memory[:32] == 255).all() and (memory[-32:] == 255).all()
+
+
+@pytest.mark.parametrize("keep_fp8", [False, True])
+def test_a_bucket_is_decoded_as_on_the_cpu(keep_fp8):
+    bucket, tensors = mixed()
+    buffer = encode_bucket(bucket, tensors, CPU)
+    expected = list(decode_bucket(bucket, buffer, torch.bfloat16, keep_fp8))
+    decoded = list(decode_bucket(bucket, buffer.cuda(), torch.bfloat16, keep_fp8))
+    assert [name for name, _ in decoded] == [name for name, _ in expected]
+    for (name, found), (_, wanted) in zip(decoded, expected, strict=True):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape, name
+        assert found.cpu().contiguous().view(torch.uint8).equal(wanted.contiguous().view(torch.uint8)), name
+
+
+def test_a_bucket_that_is_not_finite_names_the_first_such_tensor():
+    bucket, tensors = mixed()
+    on_device = {name: x.cuda() for name, x in tensors.items()}
+    for name in ("wide", "turned"):
+        on_device[name][100, 300] = float("nan")
+    with pytest.raises(ValueError, match=r"^wide has elements that are not finite"):
+        encode_bucket(bucket, on_device, CUDA)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -112,3 +114,23 @@ def test_dequantise_equals_the_oracle():
     expected = oracle.dequantize(*oracle.quantize(x.numpy()))
     assert dequantize(values, scales, torch.float32).equal(torch.from_numpy(expected))
     assert dequantize(values, scales, torch.bfloat16).equal(torch.from_numpy(expected).bfloat16())
+
+
+@pytest.mark.parametrize("eighths", range(8, 17))
+def test_division_of_the_kernel_where_it_is_hardest(eighths):
+    """The arithmetic of `quantize_triton._divide`, in exact numbers, at every quotient whose code it could miss.
+
+    Divisors have their 24-bit significand near a multiple of 2**20, quotients lie at a float32 rounding boundary beside
+    the middle between two codes; all else follows by the powers of two.
+    """
+    rn = oracle.to_float32
+    significands = [s for s in range(eighths * 2**20 - 8, eighths * 2**20 + 9) if 2**23 <= s < 2**24]
+    for divisor in (Fraction(s, 2**23) for s in significands):
+        inverse = rn(1 / divisor)
+        for boundary in (Fraction(m, 16) + Fraction(side, 2**24) for m in range(16, 32) for side in (-1, 1)):
+            ulp = Fraction(1, 2**23 if boundary * divisor < 2 else 2**22)
+            nearest = round(boundary * divisor / ulp)
+            for x in (i * ulp for i in range(nearest - 1, nearest + 2)):
+                quotient = rn(x * inverse)
+                excess = rn(quotient * divisor - x)
+                assert rn(quotient - excess * inverse) == rn(x / divisor), (x, divisor)

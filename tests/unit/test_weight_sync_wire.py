@@ -28,13 +28,49 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def mixed() -> tuple[WireBucket, dict[str, torch.Tensor]]:
+    """A bucket with padding everywhere: after a plain tensor, between values and scales, and after scales."""
+    tensors = {"a": noise(3), "q": noise(5, 7), "b": noise(3), "layers.0.weight": noise(130, 200).bfloat16()}
+    forms = {"a": PLAIN, "q": FP8, "b": PLAIN, "layers.0.weight": FP8}
+    return bucket_of(*(wire(name, x, forms[name]) for name, x in tensors.items())), tensors
+
+
 def test_bytes_are_as_the_contract_says():
-    a, q = noise(3), noise(5, 7)
-    bucket = bucket_of(wire("a", a, PLAIN), wire("q", q, FP8), wire("b", a, PLAIN))
-    data = encode_bucket(bucket, {"a": a, "q": q, "b": a}, CPU).numpy().tobytes()
-    codes, scales = oracle.quantize(q.numpy())
-    plain = a.numpy().tobytes() + bytes(4)
-    assert data == plain + codes.tobytes() + scales.tobytes() + bytes(9) + plain
+    bucket, tensors = mixed()
+    data = encode_bucket(bucket, tensors, CPU).numpy().tobytes()
+    codes, scales = oracle.quantize(tensors["q"].numpy())
+    plain = tensors["a"].numpy().tobytes() + bytes(4)
+    wanted = plain + codes.tobytes() + bytes(13) + scales.tobytes() + bytes(12) + plain
+    codes, scales = oracle.quantize(tensors["layers.0.weight"].float().numpy())
+    assert data == wanted + codes.tobytes() + scales.tobytes()
+
+
+def test_memory_that_is_given_is_filled_padding_included():
+    bucket, tensors = mixed()
+    out = torch.full((bucket.wire_bytes,), 255, dtype=torch.uint8)
+    assert encode_bucket(bucket, tensors, CPU, out) is out
+    assert out.equal(encode_bucket(bucket, tensors, CPU))
+
+
+def test_memory_of_another_size_is_refused():
+    bucket, tensors = mixed()
+    with pytest.raises(AssertionError, match="for a bucket of"):
+        encode_bucket(bucket, tensors, CPU, torch.empty(16, dtype=torch.uint8))
+
+
+def test_kept_fp8_is_values_and_scales_as_views():
+    bucket, tensors = mixed()
+    buffer = encode_bucket(bucket, tensors, CPU)
+    decoded = dict(decode_bucket(bucket, buffer, torch.bfloat16, keep_fp8=True))
+    assert list(decoded) == ["a", "q", "q_scale_inv", "b", "layers.0.weight", "layers.0.weight_scale_inv"]
+    for name in ("q", "layers.0.weight"):
+        codes, scales = oracle.quantize(tensors[name].float().numpy())
+        values, inverse = decoded[name], decoded[f"{name}_scale_inv"]
+        assert values.dtype == torch.float8_e4m3fn and inverse.dtype == torch.float32
+        np.testing.assert_array_equal(values.view(torch.uint8).numpy(), codes)
+        np.testing.assert_array_equal(inverse.numpy(), scales)
+        assert values.untyped_storage().data_ptr() == inverse.untyped_storage().data_ptr() == buffer.data_ptr()
+        assert values.data_ptr() % 16 == inverse.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -67,9 +103,13 @@ def test_a_plain_tensor_is_rounded_to_the_dtype_of_the_plan():
     assert decoded.equal(x.bfloat16())
 
 
-def test_a_tensor_that_is_not_finite_is_an_error_that_names_it():
-    x = noise(4, 4)
-    x[0, 0] = np.nan
-    bucket = bucket_of(wire("layers.0.q", x, FP8))
-    with pytest.raises(ValueError, match=r"layers\.0\.q"):
-        encode_bucket(bucket, {"layers.0.q": x}, CPU)
+@pytest.mark.parametrize("place", [(0, 0), (129, 199)])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_tensor_that_is_not_finite_is_an_error_that_names_the_first(bad, place):
+    names = ["layers.0.q", "layers.1.q", "layers.2.q"]
+    tensors = {name: noise(130, 200) for name in names}
+    for name in names[1:]:
+        tensors[name][place] = bad
+    bucket = bucket_of(*(wire(name, x, FP8) for name, x in tensors.items()))
+    with pytest.raises(ValueError, match=r"^layers\.1\.q"):
+        encode_bucket(bucket, tensors, CPU)
