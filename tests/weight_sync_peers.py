@@ -55,6 +55,13 @@ class Gateway(gateway_pb2_grpc.RolloutGatewayServiceServicer):
         async with self._changed:
             self._changed.notify_all()
 
+    async def RegisterEngine(self, request, context):
+        await self.put(request.engine.engine_id, request.engine)
+        return gateway_pb2.RegisterEngineResponse()
+
+    async def RenewEngine(self, request, context):
+        return gateway_pb2.RenewEngineResponse()
+
     async def ListEngines(self, request, context):
         async with self._changed:
             try:

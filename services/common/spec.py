@@ -176,8 +176,10 @@ class EngineSpec(Strict):
     """Longest prompt and response together."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Samples that run at once inside vLLM; more wait there."""
-    kv_cache_gib: float = Field(default=1.0, gt=0)
-    """Size of the KV cache on CPU, in GiB."""
+    kv_cache_gib: float = Field(default=0, ge=0)
+    """Size of the KV cache, in GiB; 0 takes 1 on CPU, and on a GPU what gpu_memory_utilization leaves.
+
+    Set it where the engine shares its GPU: vLLM's own measurement fails if others free memory meanwhile."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of a GPU's memory that vLLM takes, weights included; weights on their way need space beside it."""
     enforce_eager: bool = True

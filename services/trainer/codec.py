@@ -7,7 +7,7 @@ from flotilla.common.v1 import common_pb2
 from flotilla.weight_sync.v1 import agent_pb2
 from services.common.errors import FailedPrecondition
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
-from services.trainer.export import Slice
+from services.trainer.export import CudaWeights, SharedWeights, Slice
 
 
 def batch_from_proto(manifest: buffer_pb2.BatchManifest) -> Batch:
@@ -56,6 +56,18 @@ def sample_from_bytes(payload: bytes) -> Sample:
             "%d response tokens, %d log-probs, %d loss-mask entries" % lengths
         )
     return sample
+
+
+def registration_to_proto(weights: SharedWeights | CudaWeights) -> agent_pb2.RegisterShardsRequest:
+    """Where the weights lie, for the weight agent; run, request and rank are left to the caller."""
+    message = agent_pb2.RegisterShardsRequest(slices=map(slice_to_proto, weights.slices))
+    if isinstance(weights, CudaWeights):
+        memory = weights.memory
+        message.cuda_memory.handle, message.cuda_memory.gpu_uuid = memory.handle, memory.gpu_uuid
+        message.cuda_memory.offset_bytes, message.cuda_memory.size_bytes = memory.offset_bytes, memory.size_bytes
+    else:
+        message.shared_memory_path, message.shared_memory_bytes = str(weights.path), weights.size_bytes
+    return message
 
 
 def slice_to_proto(one: Slice) -> agent_pb2.ShardSlice:

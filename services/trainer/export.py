@@ -1,6 +1,6 @@
-"""Weights for others: shared memory for the weight agent beside this rank, and Hugging Face checkpoints.
+"""Weights for others: memory shared with the weight agent beside this rank, and Hugging Face checkpoints.
 
-In the shared memory every tensor lies whole and contiguous under its Hugging Face name.
+In the shared memory, on CPU or GPU, every tensor lies whole and contiguous under its Hugging Face name.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.common.cuda_ipc import export_memory
 from services.trainer.hf_mapping import hf_tensors
 from services.trainer.step import Learner
 
@@ -72,12 +75,47 @@ class SharedWeights:
 
     def write(self) -> None:
         """Copy the weights as they are now; nobody may be reading."""
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         tensors = hf_tensors(self._learner.module, self._learner.model)
-        for one, (_name, tensor) in zip(self.slices, tensors, strict=True):
-            count = tensor.numel() * tensor.element_size()
-            target = flat[one.offset_bytes : one.offset_bytes + count].view(tensor.dtype).view(one.shape)
-            target.copy_(tensor)
+        copy_tensors(tensors, self.slices, torch.frombuffer(self._memory, dtype=torch.uint8))
+
+
+class CudaWeights:
+    """This rank's weights in memory of its GPU, which CUDA lets another process open; freed with the process alone."""
+
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], device: torch.device) -> None:
+        """Allocate.
+
+        Args:
+            tensors: The weights as they are now, by Hugging Face name.
+            device: Their GPU.
+
+        Raises:
+            FailedPrecondition: torch allocates in a way that cannot be shared.
+        """
+        self._tensors = tensors
+        self.slices, size_bytes = plan_slices(dict(tensors()))
+        self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.memory = export_memory(self._flat)
+
+    def write(self) -> None:
+        """Copy the weights as they are now, and wait until that is done; nobody may be reading."""
+        copy_tensors(self._tensors(), self.slices, self._flat)
+        torch.cuda.synchronize(self._flat.device)
+
+
+def share_weights(run_id: str, rank: int, learner: Learner) -> SharedWeights | CudaWeights:
+    """Room for a rank's weights where they are: in main memory or on its GPU."""
+    device = next(learner.module.parameters()).device
+    if device.type == "cuda":
+        return CudaWeights(partial(hf_tensors, learner.module, learner.model), device)
+    return SharedWeights(run_id, rank, learner)
+
+
+def copy_tensors(tensors: Iterable[tuple[str, Tensor]], slices: Sequence[Slice], flat: Tensor) -> None:
+    """Copy every tensor to its place in `flat`, [bytes] uint8."""
+    for one, (_name, tensor) in zip(slices, tensors, strict=True):
+        target = flat[one.offset_bytes : one.offset_bytes + tensor.nbytes].view(tensor.dtype).view(one.shape)
+        target.copy_(tensor)
 
 
 def export_hf(learner: Learner, source: Path, target: Path) -> None:

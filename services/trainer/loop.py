@@ -42,7 +42,7 @@ from services.trainer.batch import Batch
 from services.trainer.buffer_client import BufferClient, NoBatch
 from services.trainer.checkpoint import RunState
 from services.trainer.control import Control, Phase, Saved
-from services.trainer.export import SharedWeights, export_hf, shared_memory_path
+from services.trainer.export import export_hf, share_weights, shared_memory_path
 from services.trainer.metrics import MetricsWriter
 from services.trainer.model import read_config
 from services.trainer.publisher import RANK, Publisher
@@ -122,7 +122,7 @@ class TrainingRun:
         self._control.run_epoch, self._control.step = epoch, step
         self._control.committed_step = max(self._saved_step, 0)
         _, agent, coordinator = self._channels
-        weights = SharedWeights(self._spec.run_id, RANK, self._learner)
+        weights = await self._worker.run(share_weights, self._spec.run_id, RANK, self._learner)
         write = partial(self._worker.run, weights.write)
         board = self._host.board
         self._publisher = Publisher(self._spec.run_id, epoch, board, agent, coordinator, weights, write)

@@ -1,7 +1,7 @@
 """Hands a policy version to weight_sync: exported, read by the agent, published by the coordinator.
 
-Invariant: the shared memory changes only under the lock, and only after the agent that lives now has read what lies
-there. So an agent that restarts at any moment reads either a whole version or nothing.
+Invariant: the memory that the agent reads changes only under the lock, and only after the agent that lives now has read
+what lies there. So an agent that restarts at any moment reads either a whole version or nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from services.common.errors import DeadlineExceeded, FailedPrecondition, Unavail
 from services.common.logs import get_logger
 from services.common.rpc import call, duration, new_request_id
 from services.common.service import Backoff
-from services.trainer.codec import slice_to_proto
-from services.trainer.export import SharedWeights
+from services.trainer.codec import registration_to_proto
+from services.trainer.export import CudaWeights, SharedWeights
 from services.trainer.insist import ATTEMPT_S, insist
 
 HEARTBEAT_S = 2.0
@@ -42,7 +42,7 @@ class Publisher:
         board: StatusBoard,
         agent: grpc.aio.Channel,
         coordinator: grpc.aio.Channel,
-        weights: SharedWeights,
+        weights: SharedWeights | CudaWeights,
         write: Callable[[], Awaitable[None]],
     ) -> None:
         self._run_id, self._run_epoch, self._board = run_id, run_epoch, board
@@ -119,14 +119,8 @@ class Publisher:
         raise DeadlineExceeded(f"the weight agent did not read version {version.step} within {READ_DEADLINE_S:.0f} s")
 
     async def _announce(self, version: common_pb2.PolicyVersion) -> None:
-        register = agent_pb2.RegisterShardsRequest(
-            run_id=self._run_id,
-            request_id=new_request_id(),
-            rank=RANK,
-            shared_memory_path=str(self._weights.path),
-            shared_memory_bytes=self._weights.size_bytes,
-            slices=map(slice_to_proto, self._weights.slices),
-        )
+        register = registration_to_proto(self._weights)
+        register.run_id, register.request_id, register.rank = self._run_id, new_request_id(), RANK
         announce = agent_pb2.AnnounceVersionRequest(run_id=self._run_id, request_id=new_request_id(), version=version)
         await insist(self._board, "the weight agent", self._agent.RegisterShards, register)
         answer = await insist(self._board, "the weight agent", self._agent.AnnounceVersion, announce)

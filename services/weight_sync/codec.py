@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from flotilla.common.v1 import common_pb2
 from flotilla.rollout_gateway.v1 import engine_pb2
 from flotilla.weight_sync.v1 import agent_pb2
+from services.common.cuda_ipc import CudaMemory
 from services.common.errors import InvalidArgument
 from services.weight_sync.records import (
     ManifestParameter,
@@ -58,6 +59,27 @@ def slice_from_proto(message: agent_pb2.ShardSlice) -> ShardSlice:
         message.offset_bytes,
         tuple(message.strides),
     )
+
+
+def cuda_memory_from_proto(message: agent_pb2.CudaMemory) -> CudaMemory:
+    """As it came."""
+    return CudaMemory(message.handle, message.offset_bytes, message.size_bytes, message.gpu_uuid)
+
+
+def memory_to_text(memory: CudaMemory) -> str:
+    """A word for the store where sessions meet."""
+    message = agent_pb2.CudaMemory(
+        handle=memory.handle,
+        offset_bytes=memory.offset_bytes,
+        size_bytes=memory.size_bytes,
+        gpu_uuid=memory.gpu_uuid,
+    )
+    return message.SerializeToString().hex()
+
+
+def memory_from_text(text: str) -> CudaMemory:
+    """From such a word."""
+    return cuda_memory_from_proto(agent_pb2.CudaMemory.FromString(bytes.fromhex(text)))
 
 
 def parameter_to_proto(parameter: ManifestParameter) -> engine_pb2.ManifestParameter:

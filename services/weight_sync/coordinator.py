@@ -306,6 +306,7 @@ def _version_record(target: Target, state: registry_pb2.VersionState) -> registr
         record.timings.CopyFrom(
             registry_pb2.VersionTimings(
                 read_quantise_seconds=outcome.read_quantise_seconds,
+                connect_seconds=outcome.connect_seconds,
                 wire_seconds=outcome.wire_seconds,
                 load_seconds=outcome.load_seconds,
                 pause_seconds=outcome.pause_seconds,

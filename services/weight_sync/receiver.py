@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from flotilla.rollout_gateway.v1 import engine_pb2
 from services.common.service import set_parent_death_signal
 from services.weight_sync import vllm_cpu_fixes
-from services.weight_sync.manifest import LoadedModel, checkpoint_shapes, make_manifest
+from services.weight_sync.manifest import checkpoint_shapes, make_manifest
 from services.weight_sync.reception import Reception
+from services.weight_sync.records import ManifestParameter
+from services.weight_sync.vllm_model import describe_model, restore_attention_scales, serves_fp8
 
 if multiprocessing.parent_process() is not None:
     # A worker outlives an engine core that is killed, and would keep its memory and its GPU.
@@ -42,11 +45,16 @@ class WeightReceiver:
         Args:
             request: A serialized StartWeightUpdateRequest. Another session aborts the one that runs; a repeat of the
                 same one changes nothing.
+
+        Raises:
+            RuntimeError: A tensor would come in another encoding than the engine can take.
         """
         message = engine_pb2.StartWeightUpdateRequest.FromString(request)
         current = self._weight_sync_reception
         if current is not None and current.session_id == message.session_id:
             return
+        if serves_fp8(self.model_config):
+            self._weight_sync_check(message)
         if current is not None:
             current.abort()
         self._weight_sync_reception = Reception(message, self.rank, torch.device(self.device))
@@ -67,7 +75,8 @@ class WeightReceiver:
         current = self._weight_sync_reception
         if current is None or current.session_id != session_id:
             raise RuntimeError(f"no session {session_id} runs: there is nothing to load")
-        return {"load_seconds": current.load(self.model_runner, self.model_config.dtype)}
+        keep_fp8 = serves_fp8(self.model_config)
+        return {"load_seconds": current.load(self._weight_sync_reload, self.model_config.dtype, keep_fp8)}
 
     def weight_sync_abort(self, session_id: str) -> None:
         """End a session without effect; nothing if it is not the one that runs."""
@@ -77,27 +86,23 @@ class WeightReceiver:
 
     def weight_sync_manifest(self) -> list[dict[str, Any]]:
         """Name, shape, dtype and quantisable of every parameter that the engine wants, sorted by name."""
-        shapes = checkpoint_shapes(Path(self.model_config.model))
-        model = describe_model(self.model_runner.get_model(), self.model_config)
         return [
             {"name": p.name, "shape": list(p.shape), "dtype": p.dtype, "quantisable": p.quantisable}
-            for p in make_manifest(shapes, model)
+            for p in self._weight_sync_parameters()
         ]
 
+    def _weight_sync_parameters(self) -> list[ManifestParameter]:
+        shapes = checkpoint_shapes(Path(self.model_config.model))
+        return make_manifest(shapes, describe_model(self.model_runner.get_model(), self.model_config))
 
-def describe_model(model: torch.nn.Module, config: Any) -> LoadedModel:
-    """The facts of a loaded vLLM model; routers are linear layers that no recipe quantises."""
-    from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
-    from vllm.model_executor.layers.linear import LinearBase
+    def _weight_sync_check(self, message: engine_pb2.StartWeightUpdateRequest) -> None:
+        """An engine that holds fp8 would take other bytes for fp8 values without scales."""
+        fp8 = {p.name for p in self._weight_sync_parameters() if p.quantisable}
+        for tensor in (tensor for bucket in message.buckets for tensor in bucket.tensors):
+            if tensor.name in fp8 and tensor.format != engine_pb2.WIRE_FORMAT_FP8_BLOCK_128:
+                raise RuntimeError(f"buckets: {tensor.name} must come as block fp8, as this engine holds it")
 
-    modules = dict(model.named_modules())
-    experts = [name for name, module in modules.items() if isinstance(module, RoutedExperts)]
-    return LoadedModel(
-        linear_modules={n for n, m in modules.items() if isinstance(m, LinearBase) and not isinstance(m, GateLinear)},
-        expert_modules={name[: name.index(".experts") + len(".experts")] for name in experts},
-        packed_modules=getattr(model, "packed_modules_mapping", {}),
-        parameter_dtypes={name: str(p.dtype).removeprefix("torch.") for name, p in model.named_parameters()},
-        dtype=str(config.dtype).removeprefix("torch."),
-        tied=bool(config.hf_config.tie_word_embeddings),
-        layer_count=config.hf_config.num_hidden_layers,
-    )
+    def _weight_sync_reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
+        if serves_fp8(self.model_config):
+            restore_attention_scales(self.model_runner.get_model())

@@ -51,6 +51,8 @@ class Outcome:
     equal: bool
     """False: some receiver got other bytes than were sent, and nothing was loaded."""
     read_quantise_seconds: float
+    connect_seconds: float
+    """Until the slowest sender and its receivers were connected."""
     wire_seconds: float
     load_seconds: float
     pause_seconds: float
@@ -108,7 +110,8 @@ class Session:
         plan, rendezvous = await self._prepare()
         try:
             await self._start(plan, rendezvous)
-            digest, receiver_digests, wire_seconds = await self._transfer(plan, rendezvous)
+            sent, receiver_digests = await self._transfer(plan, rendezvous)
+            digest = str(total(Digest.parse(one.digest) for one in sent))
             equal = all(one == digest for one in receiver_digests)
             loads = await self._finish() if equal else []
         except BaseException:
@@ -123,7 +126,8 @@ class Session:
             receiver_digests=tuple(receiver_digests),
             equal=equal,
             read_quantise_seconds=max(one.read_quantise_seconds for one in await self._held(wait_s=0)),
-            wire_seconds=wire_seconds,
+            connect_seconds=max(one.connect_seconds for one in sent),
+            wire_seconds=max(one.wire_seconds for one in sent),
             load_seconds=max((load.load_seconds for load in loads), default=0.0),
             pause_seconds=max((load.pause_seconds for load in loads), default=0.0),
             total_seconds=time.monotonic() - begun,
@@ -181,16 +185,14 @@ class Session:
             calls.append(call(stub.StartWeightUpdate, request, timeout_s=CALL_TIMEOUT_S))
         await together(*calls)
 
-    async def _transfer(self, plan: Plan, rendezvous: str) -> tuple[str, list[str], float]:
-        """Digest of all senders, digest of every worker, and the seconds of the slowest sender."""
+    async def _transfer(self, plan: Plan, rendezvous: str) -> tuple[list[agent_pb2.RunTransferResponse], list[str]]:
+        """Answers of all senders, and digest of every worker."""
         with self.board.waiting(f"version {self.version} to reach {len(self.engines)} engines"):
             sent, received = await together(
                 together(*(self._send(rank, plan, rendezvous) for rank in range(len(self.peers.agents)))),
                 together(*(self._receive(engine) for engine in self.engines)),
             )
-        digest = total(Digest.parse(one.digest) for one in sent)
-        receiver_digests = [one for engine in received for one in engine.digests]
-        return str(digest), receiver_digests, max(one.wire_seconds for one in sent)
+        return sent, [one for engine in received for one in engine.digests]
 
     async def _send(self, rank: int, plan: Plan, rendezvous: str) -> agent_pb2.RunTransferResponse:
         request = agent_pb2.RunTransferRequest(

@@ -1,9 +1,12 @@
-"""Moves buffers between the ranks of one session: gloo between CPUs, NCCL between GPUs.
+"""Moves buffers between the ranks of one session, by the way that their places call for.
 
-A session's ranks meet in a store that the first agent keeps. Each says there that it has come, and with what backend;
-only when all have does anybody build the process group, which nothing can interrupt. `abort_session` answers for
-whoever is missing, so that everybody waiting learns at once that the session is over. Once bytes flow, a rank that dies
-or closes breaks its connections, which ends the waits of the others; the deadline ends all that is left.
+    in main memory                       gloo
+    on GPUs, sender and receiver share   CUDA IPC: the sender says in the store where its buffers lie, and the receiver
+                                         copies them (NCCL takes one rank for each GPU)
+    on GPUs, each with its own           NCCL
+
+Between GPUs a receiver says in the store when it has everything. Nothing waits beyond the deadline of the session, and
+an abort, here or at any other rank, ends every wait.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -12,22 +15,32 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
-from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import DistError, TCPStore
 
-ABORTED = "aborted"
-STORE_REACH_S = 5.0
-"""A store that lives answers within milliseconds."""
-DATA_TAG, ACK_TAG = 0, 1
+from services.common.cuda_ipc import export_memory, open_memory
+from services.weight_sync.codec import memory_from_text, memory_to_text
+from services.weight_sync.gloo import GlooLink
+from services.weight_sync.meeting import (
+    STORE_REACH_S,
+    Meeting,
+    Member,
+    Seat,
+    SessionError,
+    abort_meeting,
+    connect_store,
+    first_line,
+)
+from services.weight_sync.nccl import NcclGroup
 
-
-class SessionError(RuntimeError):
-    """The session was aborted, a rank is lost, or its time is up."""
+MEMORY, DONE = "memory", "done"
+"""What ranks on GPUs say: where the buffers of a sender are; that a receiver has everything."""
 
 
 def serve_store(bind: str) -> TCPStore:
@@ -35,148 +48,124 @@ def serve_store(bind: str) -> TCPStore:
     # torch itself would listen on every interface.
     listener = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
     port = listener.getsockname()[1]
+    timeout = timedelta(seconds=STORE_REACH_S)
     return TCPStore(
-        bind, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=_reach()
+        bind, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timeout
     )
 
 
-def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Puts the CUDA work of this thread on a stream of its own, so that it does not queue behind generation."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-
-
 def abort_session(rendezvous: str, session_id: str, world_size: int) -> None:
-    """Wake every rank that waits for others to join; a store that is away has nobody waiting."""
+    """Wake every rank that waits; a store that is away has nobody waiting."""
     with suppress(OSError, DistError):
-        store = _connect(rendezvous, session_id)
-        for rank in range(world_size):
-            store.set(_here(rank), ABORTED)
+        abort_meeting(connect_store(rendezvous, session_id), world_size)
 
 
 class Transport:
     """One rank of one session. Not thread-safe; every method raises SessionError when the session ends early."""
 
-    def __init__(
-        self, rendezvous: str, session_id: str, rank: int, world_size: int, deadline_s: float, device: torch.device
-    ) -> None:
-        """Join the session and wait until everybody has.
-
-        Args:
-            rendezvous: host:port of the store.
-            session_id: Names the session in the store.
-            rank: This rank.
-            world_size: Ranks that must join.
-            deadline_s: Monotonic time at which the session ends.
-            device: Where the buffers are; a CUDA device selects NCCL.
-        """
-        self._deadline_s, self._device = deadline_s, device
+    def __init__(self, seat: Seat) -> None:
+        """Join the session, wait until everybody has, and connect."""
+        begun = time.monotonic()
         try:
-            store = _connect(rendezvous, session_id)
-            _meet(store, rank, world_size, device.type, self._left())
-            if device.type == "cuda":
-                self._group = _nccl_group(store, rank, world_size, self._left())
-            else:
-                self._group = _gloo_group(store, rank, world_size, self._left(), _is_loopback(rendezvous))
+            meeting = Meeting(seat)
+            self._link = _link(meeting)
         except (OSError, RuntimeError) as error:
-            raise SessionError(_first_line(error)) from None
+            raise SessionError(first_line(error)) from None
+        self.connect_seconds = time.monotonic() - begun
 
-    def send(self, buffer: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Send a contiguous buffer to each of the ranks, at the same time."""
-        self._finish(self._group.send([buffer], rank, DATA_TAG) for rank in ranks)
+    def send(self, buffers: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+        """Send contiguous buffers to each of the ranks; returns when all have everything."""
+        self._move(lambda: self._link.send(buffers, ranks))
 
-    def receive(self, buffer: torch.Tensor, rank: int) -> None:
-        """Fill a contiguous buffer with what a rank sends."""
-        self._finish(self._group.recv([buffer], source, DATA_TAG) for source in (rank,))
-
-    def confirm(self, ranks: Sequence[int]) -> None:
-        """Tell the senders that all has come; they must not close before."""
-        word = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._finish(self._group.send([word], rank, ACK_TAG) for rank in ranks)
-
-    def await_confirmation(self, ranks: Sequence[int]) -> None:
-        """Wait for `confirm` of each of the ranks."""
-        words = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in ranks]
-        self._finish(self._group.recv([word], rank, ACK_TAG) for word, rank in zip(words, ranks, strict=True))
+    def receive(self, buffers: Sequence[torch.Tensor], sources: Sequence[int]) -> None:
+        """Fill contiguous buffers, each with what a rank sends, in the order in which that rank sends them."""
+        self._move(lambda: self._link.receive(buffers, sources))
 
     def close(self) -> None:
-        """Break the connections; whoever still waits for this rank learns it."""
-        self._group.abort()
-        del self._group
+        """End this rank's part; whoever still waits for it learns it, at the deadline at last."""
+        self._link.close()
 
-    def _finish(self, operations: Iterable[Any]) -> None:
-        """Start all, then wait for all."""
-        if problem := self._wait(operations):
-            raise SessionError(problem)
-
-    def _wait(self, operations: Iterable[Any]) -> str:
-        """What went wrong, as text: an exception would keep the operations alive, and they the connections."""
+    def _move(self, move: Callable[[], None]) -> None:
         try:
-            for work in list(operations):
-                work.wait(self._left())
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-        except RuntimeError as error:
-            return _first_line(error)
-        return ""
-
-    def _left(self) -> timedelta:
-        left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise SessionError("the time of the session is up")
-        return timedelta(seconds=left_s)
+            move()
+        except torch.AcceleratorError:  # CUDA is broken in this process, which is not the session's fault alone
+            raise
+        except (OSError, RuntimeError) as error:
+            raise SessionError(first_line(error)) from None
 
 
-def _meet(store: Store, rank: int, world_size: int, backend: str, left: timedelta) -> None:
-    if store.compare_set(_here(rank), "", backend) != backend.encode():
-        raise SessionError("the session was aborted before it began")
-    everybody = [_here(other) for other in range(world_size)]
-    store.wait(everybody, left)
-    said = {answer.decode() for answer in store.multi_get(everybody)}
-    if ABORTED in said:
-        raise SessionError("the session was aborted while its ranks were joining")
-    if said != {backend}:
+class CudaLink:
+    """A session whose ranks have their buffers on GPUs."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._routes = find_routes(meeting.members)
+        taking_part = meeting.seat.rank in self._routes.nccl
+        self._nccl = NcclGroup(meeting, self._routes.nccl) if taking_part else None
+
+    def send(self, buffers: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+        """Offer the buffers to the ranks on this GPU, send them to the others, wait until all have everything."""
+        if self._routes.local:
+            self._meeting.say(MEMORY, " ".join(memory_to_text(export_memory(buffer)) for buffer in buffers))
+        if self._nccl is not None:
+            remote = [rank for rank in ranks if rank not in self._routes.local]
+            self._nccl.finish(self._nccl.post_sends(buffers, remote))
+        for rank in ranks:
+            self._meeting.hear(DONE, rank)
+        self._meeting.take_back(MEMORY)
+
+    def receive(self, buffers: Sequence[torch.Tensor], sources: Sequence[int]) -> None:
+        """Fill the buffers and say so."""
+        if self._nccl is not None:
+            self._nccl.finish(self._nccl.post_receives(buffers, sources))
+        else:
+            for source in sorted(set(sources)):
+                self._copy([b for b, rank in zip(buffers, sources, strict=True) if rank == source], source)
+        self._meeting.say(DONE, "-")
+
+    def close(self) -> None:
+        """Leave."""
+        if self._nccl is not None:
+            self._nccl.close()
+
+    def _copy(self, buffers: Sequence[torch.Tensor], source: int) -> None:
+        """From the memory of another process on this GPU, which must not be unmapped under a copy."""
+        offered = map(memory_from_text, self._meeting.hear(MEMORY, source).split())
+        with ExitStack() as mapped:
+            for buffer, memory in zip(buffers, offered, strict=True):
+                buffer.copy_(mapped.enter_context(open_memory(memory)).tensor)
+            torch.cuda.current_stream().synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which ranks on GPUs reach each other how."""
+
+    local: frozenset[int]
+    """Receivers on the GPU of the sender: by CUDA IPC."""
+    nccl: tuple[int, ...]
+    """All others, senders included; none where nobody is left to receive."""
+
+
+def find_routes(members: Sequence[Member]) -> Routes:
+    """The routes of a session. Raises SessionError for places that none leads to."""
+    sending = {member.gpu for member in members if member.sends}
+    local = frozenset(m.rank for m in members if not m.sends and m.gpu in sending)
+    senders = sum(member.sends for member in members)
+    if local and senders > 1:
+        raise SessionError(
+            f"{senders} ranks send, and rank {min(local)} receives on the GPU of one of them: "
+            "a receiver can share the GPU of a sender only if that is the only one"
+        )
+    apart = [member for member in members if member.rank not in local]
+    gpu, ranks = Counter(member.gpu for member in apart).most_common(1)[0]
+    if ranks > 1:
+        raise SessionError(f"{ranks} ranks of the session share GPU {gpu}: NCCL takes one for each GPU")
+    return Routes(local, tuple(m.rank for m in apart) if any(not m.sends for m in apart) else ())
+
+
+def _link(meeting: Meeting) -> GlooLink | CudaLink:
+    on_gpu = {bool(member.gpu) for member in meeting.members}
+    if len(on_gpu) > 1:
         raise SessionError("some ranks hold their buffers on CPU and some on CUDA: they have no common transport")
-
-
-def _gloo_group(store: Store, rank: int, world_size: int, left: timedelta, local: bool) -> Any:
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = left
-    # The name of a host need not lead to an address that works, not even from the host itself.
-    options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
-    return gloo(store, rank, world_size, options)
-
-
-def _nccl_group(store: Store, rank: int, world_size: int, left: timedelta) -> Any:
-    """The same operations over NCCL; no test has run it yet, since that takes two GPUs."""
-    from torch.distributed import ProcessGroupNCCL
-
-    nccl: Any = ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = left
-    return nccl(store, rank, world_size, options)
-
-
-def _connect(rendezvous: str, session_id: str) -> Store:
-    host, _, port = rendezvous.rpartition(":")
-    # torch goes on trying for several times its timeout where nobody listens.
-    socket.create_connection((host, int(port)), STORE_REACH_S).close()
-    client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_reach())
-    return PrefixStore(session_id, client)
-
-
-def _is_loopback(rendezvous: str) -> bool:
-    host = rendezvous.rpartition(":")[0]
-    return socket.gethostbyname(host).startswith("127.")
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _reach() -> timedelta:
-    return timedelta(seconds=STORE_REACH_S)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return CudaLink(meeting) if on_gpu == {True} else GlooLink(meeting)

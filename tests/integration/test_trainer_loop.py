@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from services.common.rpc import call, open_channel
-from services.common.spec import Endpoint, RunSpec, ServicesSpec, load_run
+from services.common.spec import DeviceEndpoint, Endpoint, RunSpec, ServicesSpec, load_run
 from tests.conftest import free_ports
 from tests.tiny_models import save_model
 from tests.trainer_cases import make_spec
@@ -73,8 +73,8 @@ async def make_stage(run_id: str, model: Path, tmp_path: Path) -> AsyncIterator[
     services = ServicesSpec(
         buffer=Endpoint(grpc_port=at["buffer"], http_port=1),
         weight_sync=Endpoint(grpc_port=at["weight_sync"], http_port=1),
-        weight_agents=[Endpoint(grpc_port=at["agent"], http_port=1)],
-        trainer=Endpoint(grpc_port=at["grpc"], http_port=at["http"]),
+        weight_agents=[DeviceEndpoint(grpc_port=at["agent"], http_port=1)],
+        trainer=DeviceEndpoint(grpc_port=at["grpc"], http_port=at["http"]),
     )
     (tmp_path / "prompts.jsonl").write_text("{}\n")
     spec = make_spec(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class ReceivingEngine(engine_pb2_grpc.EngineServiceServicer):
 
     async def FinishWeightUpdate(self, request, context):
         assert self.reception is not None
-        self.reception.load(self, torch.float32)
+        self.reception.load(self.reload, torch.float32)
         self.finished += 1
         return engine_pb2.FinishWeightUpdateResponse(load_seconds=0.01, pause_seconds=0.01)
 
@@ -86,8 +86,8 @@ class ReceivingEngine(engine_pb2_grpc.EngineServiceServicer):
             self.reception.abort()
         return engine_pb2.AbortWeightUpdateResponse()
 
-    def reload_weights(self, weights_iterator, is_checkpoint_format: bool) -> None:
-        self.loaded = {name: x.clone() for name, x in weights_iterator}
+    def reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.loaded = {name: x.clone() for name, x in tensors}
 
 
 class Fleet:

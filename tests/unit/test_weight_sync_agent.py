@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flotilla.weight_sync.v1 import agent_pb2
 from services.common.errors import Aborted, FailedPrecondition, InvalidArgument
-from services.weight_sync.agent import holder as holder_module
+from services.weight_sync.agent import held as held_module
 from services.weight_sync.agent.holder import Holder
 from services.weight_sync.agent.memory import map_memory, read_tensors
-from services.weight_sync.records import PolicyVersion, ShardSlice
+from services.weight_sync.agent.service import map_registered
+from services.weight_sync.records import PolicyVersion, ShardSlice, WireBucket, WireFormat, WireTensor
 
 V1, V2, V3 = PolicyVersion(1, 1), PolicyVersion(1, 2), PolicyVersion(2, 0)
 
@@ -64,8 +66,8 @@ def test_slices_with_strides_and_parts_become_whole_tensors(shared):
     ("one", "message"),
     [
         (ShardSlice("a", (4,), (0,), (4,), "float64", 0, (1,)), "unknown dtype float64"),
-        (ShardSlice("a", (4,), (0,), (4,), "float32", 4, (1,)), "outside the shared memory"),
-        (ShardSlice("a", (4, 2), (0, 0), (4, 2), "bfloat16", 0, (3, 1)), "outside the shared memory"),
+        (ShardSlice("a", (4,), (0,), (4,), "float32", 4, (1,)), "outside the memory"),
+        (ShardSlice("a", (4, 2), (0, 0), (4, 2), "bfloat16", 0, (3, 1)), "outside the memory"),
         (ShardSlice("a", (4,), (2,), (4,), "float32", 0, (1,)), "outside its tensor"),
         (ShardSlice("a", (4,), (0,), (4,), "float32", 0, ()), "different lengths"),
         (ShardSlice("a", (2,), (0,), (2,), "float32", 2, (1,)), "not a multiple"),
@@ -97,13 +99,13 @@ async def test_announce_needs_shards():
 async def test_a_version_is_read_and_kept(shared):
     x = torch.arange(4.0)
     agent = Holder()
-    agent.register(str(shared), write(shared, x), [whole("a", x)])
+    agent.register(map_memory(str(shared), write(shared, x), [whole("a", x)]))
     assert await agent.wait_read(None, 1.0) is None
     agent.announce(V1)
     held = await agent.wait_read(V1, 10.0)
     assert held and held.version == V1 and held.tensors["a"].equal(x)
     write(shared, x + 1)
-    agent.register(str(shared), 16, [whole("a", x)])
+    agent.register(map_memory(str(shared), 16, [whole("a", x)]))
     agent.announce(V1)
     assert agent.holding(V1) is held and held.tensors["a"].equal(x), "a repeat reads nothing anew"
     with pytest.raises(Aborted, match="version 1/2 is not held"):
@@ -114,9 +116,9 @@ async def test_a_version_is_read_and_kept(shared):
 async def test_a_file_that_was_made_anew_is_mapped_anew(shared):
     x = torch.arange(4.0)
     agent = Holder()
-    agent.register(str(shared), write(shared, x), [whole("a", x)])
+    agent.register(map_memory(str(shared), write(shared, x), [whole("a", x)]))
     shared.unlink()
-    agent.register(str(shared), write(shared, x + 5), [whole("a", x)])
+    agent.register(map_memory(str(shared), write(shared, x + 5), [whole("a", x)]))
     agent.announce(V1)
     held = await agent.wait_read(V1, 10.0)
     assert held and held.tensors["a"].equal(x + 5)
@@ -125,7 +127,7 @@ async def test_a_file_that_was_made_anew_is_mapped_anew(shared):
 async def test_an_old_epoch_is_refused_and_an_old_step_ignored(shared):
     x = torch.arange(4.0)
     agent = Holder()
-    agent.register(str(shared), write(shared, x), [whole("a", x)])
+    agent.register(map_memory(str(shared), write(shared, x), [whole("a", x)]))
     agent.announce(V3)
     with pytest.raises(Aborted, match="old epoch"):
         agent.announce(V2)
@@ -147,9 +149,9 @@ async def test_a_read_that_was_overtaken_is_void(shared, monkeypatch):
         assert go_on.wait(10)
         return read_tensors(registration)
 
-    monkeypatch.setattr(holder_module, "read_tensors", slow)
+    monkeypatch.setattr(held_module, "read_tensors", slow)
     agent = Holder()
-    agent.register(str(shared), write(shared, x), [whole("a", x)])
+    agent.register(map_memory(str(shared), write(shared, x), [whole("a", x)]))
     agent.announce(V1)
     assert await asyncio.to_thread(entered.wait, 10)
     seen = []
@@ -164,11 +166,42 @@ async def test_a_read_that_was_overtaken_is_void(shared, monkeypatch):
 async def test_a_read_that_failed_is_tried_again(shared, monkeypatch):
     x = torch.arange(4.0)
     agent = Holder()
-    agent.register(str(shared), write(shared, x), [whole("a", x)])
-    monkeypatch.setattr(holder_module, "read_tensors", lambda registration: 1 / 0)
+    agent.register(map_memory(str(shared), write(shared, x), [whole("a", x)]))
+    monkeypatch.setattr(held_module, "read_tensors", lambda registration: 1 / 0)
     agent.announce(V1)
     assert await agent.wait_read(V1, 0.2) is None
-    monkeypatch.setattr(holder_module, "read_tensors", read_tensors)
+    monkeypatch.setattr(held_module, "read_tensors", read_tensors)
     agent.announce(V1)
     held = await agent.wait_read(V1, 10.0)
     assert held and held.version == V1
+
+
+def bucket(name: str, wire_bytes: int = 16) -> WireBucket:
+    return WireBucket(0, (WireTensor(name, (4,), "float32", WireFormat.PLAIN, 16),), wire_bytes)
+
+
+async def test_a_version_that_is_held_for_another_plan_alone_is_forgotten(shared):
+    """As after a read from the memory of a GPU, where only the encoded bytes are kept."""
+    x = torch.arange(4.0)
+    agent = Holder()
+    agent.register(map_memory(str(shared), write(shared, x), [whole("a", x)]))
+    agent.announce(V1)
+    held = await agent.wait_read(V1, 10.0)
+    assert held and agent.use(V1, (bucket("a"),)) is held
+    encoded = held.encode((bucket("a"),), torch.device("cpu"))
+    held.tensors.clear()
+    assert agent.use(V1, (bucket("a"),)) is held and held.encode((bucket("a"),), torch.device("cpu")) is encoded
+    before = agent.incarnation
+    with pytest.raises(Aborted, match="held for another plan"):
+        agent.use(V1, (bucket("a"), bucket("a")))
+    assert agent.held is None and agent.incarnation != before, "the trainer sees that it must announce again"
+    agent.announce(V1)
+    assert await agent.wait_read(V1, 10.0)
+
+
+def test_a_registration_names_one_kind_of_memory(shared):
+    neither = agent_pb2.RegisterShardsRequest()
+    both = agent_pb2.RegisterShardsRequest(shared_memory_path=str(shared), cuda_memory=agent_pb2.CudaMemory())
+    for request in (neither, both):
+        with pytest.raises(InvalidArgument, match="either shared memory or memory of a GPU"):
+            map_registered(request)

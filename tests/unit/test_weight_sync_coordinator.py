@@ -57,7 +57,7 @@ class Agent(agent_pb2_grpc.WeightAgentServiceServicer):
             raise Aborted("not held")
         await self.gate.wait()
         self.sent.append(request.session_id)
-        return agent_pb2.RunTransferResponse(digest=DIGEST, wire_seconds=0.5)
+        return agent_pb2.RunTransferResponse(digest=DIGEST, connect_seconds=0.125, wire_seconds=0.5)
 
     async def AbortTransfer(self, request, context):
         self.aborted += 1
@@ -225,6 +225,7 @@ async def test_a_version_goes_to_every_engine_and_then_live(world):
     last = world.registry.last
     assert last.digest == DIGEST and last.timings.wire_bytes == 16
     assert (last.timings.read_quantise_seconds, last.timings.wire_seconds) == (0.25, 0.5)
+    assert last.timings.connect_seconds == 0.125
     assert (last.timings.load_seconds, last.timings.pause_seconds) == (0.1, 0.2)
     [row] = world.rows()
     assert row["engines"] == ["e0", "e1"] and row["receiver_digests"] == [DIGEST, DIGEST] and row["equal"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import threading
 import time
 from collections.abc import Iterator
 
@@ -16,10 +17,11 @@ from services.common.rpc import duration
 from services.weight_sync import codec
 from services.weight_sync.agent.holder import Held
 from services.weight_sync.agent.sender import Sender, Sent, TransferOrder
+from services.weight_sync.meeting import Member, Seat, SessionError
 from services.weight_sync.plan import make_plan
 from services.weight_sync.reception import Reception
 from services.weight_sync.records import ManifestParameter, PolicyVersion, ShardSlice
-from services.weight_sync.transport import SessionError, Transport, serve_store
+from services.weight_sync.transport import Routes, Transport, find_routes, serve_store
 from tests import weight_sync_oracles as oracle
 
 CPU = torch.device("cpu")
@@ -79,14 +81,13 @@ async def settled(one: Reception, timeout_s: float = 2 * TIMEOUT_S) -> dict:
 
 
 class Loader:
-    """Stands where vLLM's model runner stands."""
+    """Stands where vLLM stands."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
 
-    def reload_weights(self, weights_iterator, is_checkpoint_format: bool) -> None:
-        assert is_checkpoint_format
-        self.loaded = {name: x.clone() for name, x in weights_iterator}
+    def __call__(self, tensors) -> None:
+        self.loaded = {name: x.clone() for name, x in tensors}
 
 
 async def transfer(sender: Sender, rendezvous: str, session: str, tensors) -> tuple[Sent, list[Reception]]:
@@ -115,8 +116,7 @@ async def test_the_digest_is_that_of_the_encoded_bytes(rendezvous):
     encoded = {}
     for name, x in tensors.items():
         parts = oracle.quantize(x.numpy()) if name.startswith("layers") else [x.numpy()]
-        data = b"".join(part.tobytes() for part in parts)
-        encoded[name] = data + bytes(-len(data) % 16)
+        encoded[name] = b"".join(part.tobytes() + bytes(-part.nbytes % 16) for part in parts)
     assert sent.digest == oracle.digest(encoded)
 
 
@@ -144,8 +144,8 @@ async def test_a_load_needs_all_bytes_and_may_be_repeated(rendezvous):
 
 async def test_a_load_that_broke_off_is_not_complete(rendezvous):
     class Torn(Loader):
-        def reload_weights(self, weights_iterator, is_checkpoint_format: bool) -> None:
-            next(weights_iterator)
+        def __call__(self, tensors) -> None:
+            next(tensors)
             raise OSError("torn")
 
     _, [one, _] = await transfer(Sender(CPU), rendezvous, "s", weights())
@@ -212,8 +212,12 @@ async def test_weights_that_are_not_finite_are_refused(rendezvous):
         await Sender(CPU).run(order(rendezvous, "s", tensors), held(tensors))
 
 
+def seat(rendezvous: str, session: str, rank: int, world: int) -> Seat:
+    return Seat(rendezvous, session, rank, world, rank == 0, CPU, time.monotonic() + 60, threading.Event())
+
+
 def _join_and_hang(rendezvous: str, session: str, rank: int, world: int, joined) -> None:
-    transport = Transport(rendezvous, session, rank, world, time.monotonic() + 60, CPU)
+    transport = Transport(seat(rendezvous, session, rank, world))
     joined.set()
     time.sleep(60)
     transport.close()
@@ -244,5 +248,20 @@ async def test_a_receiver_that_dies_ends_the_session_and_the_next_one_works(rend
 def test_a_store_that_is_gone_is_noticed_at_once():
     begun = time.monotonic()
     with pytest.raises(SessionError):
-        Transport("127.0.0.1:9", "s", 0, 2, time.monotonic() + 60, CPU)
+        Transport(seat("127.0.0.1:9", "s", 0, 2))
     assert time.monotonic() - begun < PROMPT_S
+
+
+def test_ranks_on_gpus_take_the_way_that_their_places_call_for():
+    sender, near, far = Member(0, True, "a"), Member(1, False, "a"), Member(2, False, "b")
+    assert find_routes([sender, Member(1, False, "b")]) == Routes(frozenset(), (0, 1))
+    assert find_routes([sender, near]) == Routes(frozenset({1}), ())
+    assert find_routes([sender, near, far]) == Routes(frozenset({1}), (0, 2))
+    assert find_routes([sender, Member(1, True, "b"), Member(2, False, "c")]) == Routes(frozenset(), (0, 1, 2))
+
+
+def test_places_without_a_way_are_refused():
+    with pytest.raises(SessionError, match="rank 2 receives on the GPU of one of them"):
+        find_routes([Member(0, True, "a"), Member(1, True, "b"), Member(2, False, "a")])
+    with pytest.raises(SessionError, match="2 ranks of the session share GPU b"):
+        find_routes([Member(0, True, "a"), Member(1, False, "b"), Member(2, False, "b")])

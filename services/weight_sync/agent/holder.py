@@ -1,83 +1,57 @@
-"""What the agent holds: the registered memory, and a copy of the newest version that it has read.
+"""What the agent holds: the registered memory, and the newest version that it has read from it.
 
-The copy belongs to the agent: once it is made the trainer may go on, and any number of transfers can follow. It is
-encoded at the first transfer, since only then the engines' manifest is known, and stays encoded for the next ones.
+It is encoded at the first transfer, since only then the engines' manifest is known, and stays encoded for the next
+ones. From the memory of a GPU the versions after that are encoded as they are read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 
 from services.common.errors import Aborted, FailedPrecondition
 from services.common.logs import get_logger
-from services.weight_sync.agent.memory import Registration, map_memory, read_tensors
-from services.weight_sync.digest import Digest, total
-from services.weight_sync.fingerprint import digest_bucket
-from services.weight_sync.records import PolicyVersion, ShardSlice, WireBucket
-from services.weight_sync.wire import encode_bucket
+from services.weight_sync.agent.held import Held, read_version
+from services.weight_sync.agent.memory import Registration
+from services.weight_sync.records import PolicyVersion, WireBucket
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A version as it travels under one plan."""
-
-    buckets: tuple[WireBucket, ...]
-    buffers: tuple[torch.Tensor, ...]
-    """One for each bucket, [wire_bytes] uint8."""
-    digest: Digest
-
-
-@dataclass(slots=True)
-class Held:
-    """A version that has been read. `encode` may be called from any thread."""
-
-    version: PolicyVersion
-    slices: tuple[ShardSlice, ...]
-    tensors: dict[str, torch.Tensor]
-    """Whole HF tensors by name."""
-    read_quantise_seconds: float
-    """Grows when the version is encoded."""
-    _encoded: Encoded | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def encode(self, buckets: tuple[WireBucket, ...], device: torch.device) -> Encoded:
-        """The encoded buckets; kept for the next transfer with the same plan. Raises ValueError as `quantize`."""
-        with self._lock:
-            if self._encoded is None or self._encoded.buckets != buckets:
-                begun = time.monotonic()
-                buffers = tuple(encode_bucket(bucket, self.tensors, device) for bucket in buckets)
-                digest = total(map(digest_bucket, buckets, buffers))
-                self._encoded = Encoded(buckets, buffers, digest)
-                self.read_quantise_seconds += time.monotonic() - begun
-            return self._encoded
 
 
 class Holder:
     """Reads announced versions, one at a time, newest first. Lives in one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_broken: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Hold nothing yet.
+
+        Args:
+            on_broken: Told of an error after which CUDA works no more in this process.
+        """
         self.incarnation = uuid.uuid4().hex
         self.held: Held | None = None
+        self._on_broken = on_broken
+        self._buckets: tuple[WireBucket, ...] = ()
+        """Of the last transfer."""
         self._registration: Registration | None = None
+        self._replaced: list[Registration] = []
+        """Closed when nobody reads."""
         self._pending: PolicyVersion | None = None
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
 
-    def register(self, path: str, size_bytes: int, slices: Sequence[ShardSlice]) -> None:
-        """Map the memory of the trainer; see `map_memory`. A version that is held stays."""
-        new = map_memory(path, size_bytes, slices)
-        if new != self._registration:
-            log.info("registered shards", path=path, slices=len(slices), bytes=size_bytes)
+    def register(self, new: Registration) -> None:
+        """Read from this memory from now on. A version that is held stays."""
+        if new == self._registration:
+            self._replaced.append(new)
+        else:
+            log.info("registered shards", memory=new.where, slices=len(new.slices), bytes=len(new.memory))
+            self._replaced += [self._registration] if self._registration else []
             self._registration = new
+        if self._reader is None:
+            self._close_replaced()
 
     def announce(self, version: PolicyVersion) -> None:
         """Read a version now, unless it or a newer one is held or being read.
@@ -114,6 +88,20 @@ class Holder:
             raise Aborted(f"version {version} is not held; the agent holds {held}")
         return self.held
 
+    def use(self, version: PolicyVersion, buckets: tuple[WireBucket, ...]) -> Held:
+        """The version, to be sent in these buckets, in which later versions are expected to be sent too.
+
+        Raises:
+            Aborted: Another one is held; or this one, but encoded in other buckets. Then it is forgotten, and the
+                trainer, which sees another incarnation, announces it anew.
+        """
+        held = self.holding(version)
+        if held.fits(buckets):
+            self._buckets = buckets
+            return held
+        self.incarnation, self.held, self._buckets = uuid.uuid4().hex, None, ()
+        raise Aborted(f"version {version} is held for another plan; it must be read again")
+
     def _reached(self, version: PolicyVersion) -> bool:
         return self.held is not None and self.held.version >= version
 
@@ -123,13 +111,19 @@ class Holder:
             while (version := self._pending) is not None:
                 registration = self._registration
                 assert registration is not None, "announce refuses without memory"
-                begun = time.monotonic()
-                tensors = await asyncio.to_thread(read_tensors, registration)
+                held = await asyncio.to_thread(read_version, version, registration, self._buckets)
                 if version == self._pending:
-                    self.held = Held(version, registration.slices, tensors, time.monotonic() - begun)
-                    self._pending = None
-                    log.info("read a version", version=str(version), seconds=self.held.read_quantise_seconds)
+                    self.held, self._pending = held, None
+                    log.info("read a version", version=str(version), seconds=held.read_quantise_seconds)
                     async with self._changed:
                         self._changed.notify_all()
+        except torch.AcceleratorError as error:
+            log.error("CUDA failed under a read", error=str(error))
+            self._on_broken(error)
         finally:
             self._pending = self._reader = None
+            self._close_replaced()
+
+    def _close_replaced(self) -> None:
+        while self._replaced:
+            self._replaced.pop().close()

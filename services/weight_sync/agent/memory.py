@@ -1,4 +1,4 @@
-"""The trainer's parameters in shared memory: mapped read-only, copied out as whole HF tensors."""
+"""The trainer's parameters in memory that it shares, on CPU or GPU: mapped, read as whole HF tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from services.common.cuda_ipc import CudaMemory, Opened, open_memory
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.weight_sync.layout import DTYPE_BYTES
 from services.weight_sync.records import ShardSlice
@@ -22,14 +23,33 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the contract names it
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A mapped file and what lies in it."""
+    """Mapped memory and what lies in it; equal to another of the same memory."""
 
-    path: str
-    file_id: tuple[int, int]
-    """Device and inode: a file that was made anew has another."""
+    where: str
+    """Path of a file, or UUID of a GPU."""
+    identity: object
+    """Device and inode of the file, or handle of the allocation: what was made anew has another."""
     slices: tuple[ShardSlice, ...]
     memory: torch.Tensor = field(compare=False, repr=False)
     """[size] uint8; reading only."""
+    opened: Opened | None = field(default=None, compare=False, repr=False)
+
+    def close(self) -> None:
+        """Let go of the memory; nobody may be reading."""
+        if self.opened is not None:
+            self.opened.close()
+
+
+def map_cuda_memory(memory: CudaMemory, slices: Sequence[ShardSlice]) -> Registration:
+    """Map memory of a GPU.
+
+    Raises:
+        InvalidArgument: This process does not see the GPU, or a slice does not fit.
+        FailedPrecondition: There is no such memory.
+    """
+    check_slices(slices, memory.size_bytes)
+    opened = open_memory(memory)
+    return Registration(f"GPU {memory.gpu_uuid}", memory, tuple(slices), opened.tensor, opened)
 
 
 def map_memory(path: str, size_bytes: int, slices: Sequence[ShardSlice]) -> Registration:
@@ -73,7 +93,7 @@ def _problem(one: ShardSlice, size_bytes: int) -> str:
         return "has an offset that is not a multiple of its element, or a negative stride"
     last = sum((size - 1) * stride for size, stride in zip(one.shape, one.strides, strict=True))
     if one.offset_bytes < 0 or (math.prod(one.shape) and one.offset_bytes + (last + 1) * item > size_bytes):
-        return "lies outside the shared memory"
+        return "lies outside the memory"
     return ""
 
 
@@ -83,9 +103,16 @@ def read_tensors(registration: Registration) -> dict[str, torch.Tensor]:
     for one in registration.slices:
         whole = tensors.get(one.name)
         if whole is None:
-            whole = tensors[one.name] = torch.empty(one.full_shape, dtype=torch_dtype(one.dtype))
+            dtype, device = torch_dtype(one.dtype), registration.memory.device
+            whole = tensors[one.name] = torch.empty(one.full_shape, dtype=dtype, device=device)
         _region(whole, one).copy_(_view(registration.memory, one))
     return tensors
+
+
+def whole_tensors(registration: Registration) -> dict[str, torch.Tensor]:
+    """Views of the HF tensors that the memory holds in one slice, by name."""
+    whole = (one for one in registration.slices if one.shape == one.full_shape)
+    return {one.name: _view(registration.memory, one) for one in whole}
 
 
 def _region(whole: torch.Tensor, one: ShardSlice) -> torch.Tensor:
@@ -95,6 +122,6 @@ def _region(whole: torch.Tensor, one: ShardSlice) -> torch.Tensor:
 
 
 def _view(memory: torch.Tensor, one: ShardSlice) -> torch.Tensor:
-    view = torch.empty(0, dtype=torch_dtype(one.dtype))
+    view = torch.empty(0, dtype=torch_dtype(one.dtype), device=memory.device)
     first = one.offset_bytes // DTYPE_BYTES[one.dtype]
     return view.set_(memory.untyped_storage(), first, one.shape, one.strides)

@@ -17,9 +17,11 @@ from typing import TypeVar
 import torch
 
 from services.common.errors import Aborted, FailedPrecondition
-from services.weight_sync.agent.holder import Encoded, Held
+from services.weight_sync.agent.held import Held
+from services.weight_sync.meeting import Seat, SessionError
 from services.weight_sync.records import WireBucket
-from services.weight_sync.transport import SessionError, Transport, abort_session, own_stream
+from services.weight_sync.streams import own_stream, with_index
+from services.weight_sync.transport import Transport, abort_session
 
 CLOSE_S = 2.0
 """A thread that is woken ends within milliseconds."""
@@ -47,6 +49,7 @@ class Sent:
     """A transfer that every receiver has confirmed."""
 
     digest: str
+    connect_seconds: float
     wire_seconds: float
 
 
@@ -61,8 +64,14 @@ class _Session:
 class Sender:
     """Sends what is held. Lives in one event loop."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_broken: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Idle.
+
+        Args:
+            device: Where to encode what was read from main memory.
+            on_broken: Told of an error after which CUDA works no more in this process.
+        """
+        self._device, self._on_broken = device, on_broken
         self._session: _Session | None = None
 
     async def run(self, order: TransferOrder, held: Held) -> Sent:
@@ -81,6 +90,9 @@ class Sender:
         try:
             return await asyncio.shield(session.result)
         except SessionError as error:
+            raise Aborted(f"session {order.session_id}: {error}") from error
+        except torch.AcceleratorError as error:
+            self._on_broken(error)
             raise Aborted(f"session {order.session_id}: {error}") from error
         except ValueError as error:
             raise FailedPrecondition(str(error)) from error
@@ -114,24 +126,22 @@ async def _end(session: _Session) -> None:
 
 
 def _send(order: TransferOrder, held: Held, device: torch.device, cancelled: threading.Event) -> Sent:
-    deadline_s = time.monotonic() + order.timeout_s
-    with own_stream(device):
-        return _send_on_stream(order, held.encode(order.buckets, device), device, deadline_s, cancelled)
-
-
-def _send_on_stream(
-    order: TransferOrder, encoded: Encoded, device: torch.device, deadline_s: float, cancelled: threading.Event
-) -> Sent:
-    begun = time.monotonic()
-    join = Transport(order.rendezvous, order.session_id, order.rank, order.world_size, deadline_s, device)
-    with closing(join) as transport:
-        for buffer in encoded.buffers:
-            if cancelled.is_set():
-                raise SessionError("it was aborted")
-            transport.send(buffer, order.receivers)
-        if encoded.buffers:
-            transport.await_confirmation(order.receivers)
-    return Sent(str(encoded.digest), time.monotonic() - begun)
+    seat = Seat(
+        rendezvous=order.rendezvous,
+        session_id=order.session_id,
+        rank=order.rank,
+        world_size=order.world_size,
+        sends=True,
+        device=with_index(held.device or device),
+        deadline_s=time.monotonic() + order.timeout_s,
+        cancelled=cancelled,
+    )
+    encoded = held.encode(order.buckets, seat.device)
+    with own_stream(seat.device), closing(Transport(seat)) as transport:
+        begun = time.monotonic()
+        if encoded.messages:
+            transport.send(encoded.messages, order.receivers)
+        return Sent(str(encoded.digest), transport.connect_seconds, time.monotonic() - begun)
 
 
 def in_thread(work: Callable[[], T], name: str) -> tuple[asyncio.Future[T], threading.Thread]:

@@ -17,6 +17,7 @@ from services.common.rpc import seconds
 from services.common.service import ServiceHost
 from services.weight_sync import codec
 from services.weight_sync.agent.holder import Holder
+from services.weight_sync.agent.memory import Registration, map_cuda_memory, map_memory
 from services.weight_sync.agent.sender import Sender, TransferOrder
 from services.weight_sync.transport import serve_store
 
@@ -37,8 +38,7 @@ class AgentServicer(agent_pb2_grpc.WeightAgentServiceServicer):
     ) -> agent_pb2.RegisterShardsResponse:
         """Map the memory of the trainer."""
         self._check_run(request.run_id)
-        slices = [codec.slice_from_proto(one) for one in request.slices]
-        self._holder.register(request.shared_memory_path, request.shared_memory_bytes, slices)
+        self._holder.register(await asyncio.to_thread(map_registered, request))
         return agent_pb2.RegisterShardsResponse(incarnation=self._holder.incarnation)
 
     async def AnnounceVersion(
@@ -67,13 +67,16 @@ class AgentServicer(agent_pb2_grpc.WeightAgentServiceServicer):
     async def RunTransfer(self, request: agent_pb2.RunTransferRequest, context: Any) -> agent_pb2.RunTransferResponse:
         """Send; a caller that gives up ends the session."""
         self._check_run(request.run_id)
-        held = self._holder.holding(codec.version_from_proto(request.version))
+        order = self._order(request)
+        held = self._holder.use(codec.version_from_proto(request.version), order.buckets)
         try:
-            sent = await self._sender.run(self._order(request), held)
+            sent = await self._sender.run(order, held)
         except asyncio.CancelledError:
             await self._sender.abort(request.session_id)
             raise
-        return agent_pb2.RunTransferResponse(digest=sent.digest, wire_seconds=sent.wire_seconds)
+        return agent_pb2.RunTransferResponse(
+            digest=sent.digest, wire_seconds=sent.wire_seconds, connect_seconds=sent.connect_seconds
+        )
 
     async def AbortTransfer(
         self, request: agent_pb2.AbortTransferRequest, context: Any
@@ -100,12 +103,22 @@ class AgentServicer(agent_pb2_grpc.WeightAgentServiceServicer):
             raise NotFound(f"this agent serves run {self._run_id}, not {run_id}")
 
 
+def map_registered(request: agent_pb2.RegisterShardsRequest) -> Registration:
+    """Map the memory that a trainer registers; raises as `map_memory` and `map_cuda_memory`."""
+    slices = [codec.slice_from_proto(one) for one in request.slices]
+    if request.HasField("cuda_memory") == bool(request.shared_memory_path):
+        raise InvalidArgument("name either shared memory or memory of a GPU", field="shared_memory_path")
+    if request.HasField("cuda_memory"):
+        return map_cuda_memory(codec.cuda_memory_from_proto(request.cuda_memory), slices)
+    return map_memory(request.shared_memory_path, request.shared_memory_bytes, slices)
+
+
 async def setup_agent(host: ServiceHost) -> None:
     """Serve WeightAgentService; the store where sessions meet lives as long as the process."""
     store = serve_store(host.endpoint.bind)
     rendezvous = f"{host.endpoint.host}:{store.port}"
-    holder = Holder()
-    sender = Sender(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    holder = Holder(host.fail)
+    sender = Sender(torch.device("cuda" if torch.cuda.is_available() else "cpu"), host.fail)
     host.on_stop.append(sender.close)
     agent_count = len(host.spec.services.weight_agents)
     servicer = AgentServicer(host.spec.run_id, agent_count, rendezvous, holder, sender)

@@ -115,20 +115,22 @@ class SetDesiredStateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class VersionTimings(_message.Message):
-    __slots__ = ("read_quantise_seconds", "wire_seconds", "load_seconds", "pause_seconds", "total_seconds", "wire_bytes")
+    __slots__ = ("read_quantise_seconds", "wire_seconds", "load_seconds", "pause_seconds", "total_seconds", "wire_bytes", "connect_seconds")
     READ_QUANTISE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WIRE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     read_quantise_seconds: float
     wire_seconds: float
     load_seconds: float
     pause_seconds: float
     total_seconds: float
     wire_bytes: int
-    def __init__(self, read_quantise_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
+    connect_seconds: float
+    def __init__(self, read_quantise_seconds: _Optional[float] = ..., wire_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., wire_bytes: _Optional[int] = ..., connect_seconds: _Optional[float] = ...) -> None: ...
 
 class Version(_message.Message):
     __slots__ = ("version", "state", "digest", "timings")

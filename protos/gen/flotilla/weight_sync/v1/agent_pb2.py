@@ -27,7 +27,7 @@ from flotilla.rollout_gateway.v1 import engine_pb2 as flotilla_dot_rollout__gate
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#flotilla/weight_sync/v1/agent.proto\x12\x17\x66lotilla.weight_sync.v1\x1a\x1f\x66lotilla/common/v1/common.proto\x1a(flotilla/rollout_gateway/v1/engine.proto\x1a\x1egoogle/protobuf/duration.proto\"\x82\x01\n\nShardSlice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nfull_shape\x18\x02 \x03(\x03\x12\r\n\x05\x62\x65gin\x18\x03 \x03(\x03\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07strides\x18\x07 \x03(\x03\"\xb7\x01\n\x15RegisterShardsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x1a\n\x12shared_memory_path\x18\x04 \x01(\t\x12\x1b\n\x13shared_memory_bytes\x18\x05 \x01(\x03\x12\x33\n\x06slices\x18\x06 \x03(\x0b\x32#.flotilla.weight_sync.v1.ShardSlice\"-\n\x16RegisterShardsResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"p\n\x16\x41nnounceVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x32\n\x07version\x18\x03 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\".\n\x17\x41nnounceVersionResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"\x86\x01\n\x0fWaitReadRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12/\n\x0cwait_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd9\x01\n\x10WaitReadResponse\x12\x0c\n\x04read\x18\x01 \x01(\x08\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x33\n\x06slices\x18\x03 \x03(\x0b\x32#.flotilla.weight_sync.v1.ShardSlice\x12\x1a\n\x12rendezvous_address\x18\x04 \x01(\t\x12\x1d\n\x15read_quantise_seconds\x18\x05 \x01(\x01\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\"\xac\x02\n\x12RunTransferRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x32\n\x07version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x1a\n\x12rendezvous_address\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\x05\x12\x0c\n\x04rank\x18\x07 \x01(\x05\x12\x38\n\x07\x62uckets\x18\x08 \x03(\x0b\x32\'.flotilla.rollout_gateway.v1.WireBucket\x12\x32\n\x0fsession_timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\";\n\x13RunTransferResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x14\n\x0cwire_seconds\x18\x02 \x01(\x01\"N\n\x14\x41\x62ortTransferRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\"\x17\n\x15\x41\x62ortTransferResponse2\xb8\x04\n\x12WeightAgentService\x12q\n\x0eRegisterShards\x12..flotilla.weight_sync.v1.RegisterShardsRequest\x1a/.flotilla.weight_sync.v1.RegisterShardsResponse\x12t\n\x0f\x41nnounceVersion\x12/.flotilla.weight_sync.v1.AnnounceVersionRequest\x1a\x30.flotilla.weight_sync.v1.AnnounceVersionResponse\x12_\n\x08WaitRead\x12(.flotilla.weight_sync.v1.WaitReadRequest\x1a).flotilla.weight_sync.v1.WaitReadResponse\x12h\n\x0bRunTransfer\x12+.flotilla.weight_sync.v1.RunTransferRequest\x1a,.flotilla.weight_sync.v1.RunTransferResponse\x12n\n\rAbortTransfer\x12-.flotilla.weight_sync.v1.AbortTransferRequest\x1a..flotilla.weight_sync.v1.AbortTransferResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#flotilla/weight_sync/v1/agent.proto\x12\x17\x66lotilla.weight_sync.v1\x1a\x1f\x66lotilla/common/v1/common.proto\x1a(flotilla/rollout_gateway/v1/engine.proto\x1a\x1egoogle/protobuf/duration.proto\"\x82\x01\n\nShardSlice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nfull_shape\x18\x02 \x03(\x03\x12\r\n\x05\x62\x65gin\x18\x03 \x03(\x03\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07strides\x18\x07 \x03(\x03\"X\n\nCudaMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\"\xf1\x01\n\x15RegisterShardsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x1a\n\x12shared_memory_path\x18\x04 \x01(\t\x12\x1b\n\x13shared_memory_bytes\x18\x05 \x01(\x03\x12\x33\n\x06slices\x18\x06 \x03(\x0b\x32#.flotilla.weight_sync.v1.ShardSlice\x12\x38\n\x0b\x63uda_memory\x18\x07 \x01(\x0b\x32#.flotilla.weight_sync.v1.CudaMemory\"-\n\x16RegisterShardsResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"p\n\x16\x41nnounceVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x32\n\x07version\x18\x03 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\".\n\x17\x41nnounceVersionResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\"\x86\x01\n\x0fWaitReadRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12/\n\x0cwait_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd9\x01\n\x10WaitReadResponse\x12\x0c\n\x04read\x18\x01 \x01(\x08\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x33\n\x06slices\x18\x03 \x03(\x0b\x32#.flotilla.weight_sync.v1.ShardSlice\x12\x1a\n\x12rendezvous_address\x18\x04 \x01(\t\x12\x1d\n\x15read_quantise_seconds\x18\x05 \x01(\x01\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\"\xac\x02\n\x12RunTransferRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x32\n\x07version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x1a\n\x12rendezvous_address\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\x05\x12\x0c\n\x04rank\x18\x07 \x01(\x05\x12\x38\n\x07\x62uckets\x18\x08 \x03(\x0b\x32\'.flotilla.rollout_gateway.v1.WireBucket\x12\x32\n\x0fsession_timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"T\n\x13RunTransferResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x14\n\x0cwire_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x63onnect_seconds\x18\x03 \x01(\x01\"N\n\x14\x41\x62ortTransferRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\"\x17\n\x15\x41\x62ortTransferResponse2\xb8\x04\n\x12WeightAgentService\x12q\n\x0eRegisterShards\x12..flotilla.weight_sync.v1.RegisterShardsRequest\x1a/.flotilla.weight_sync.v1.RegisterShardsResponse\x12t\n\x0f\x41nnounceVersion\x12/.flotilla.weight_sync.v1.AnnounceVersionRequest\x1a\x30.flotilla.weight_sync.v1.AnnounceVersionResponse\x12_\n\x08WaitRead\x12(.flotilla.weight_sync.v1.WaitReadRequest\x1a).flotilla.weight_sync.v1.WaitReadResponse\x12h\n\x0bRunTransfer\x12+.flotilla.weight_sync.v1.RunTransferRequest\x1a,.flotilla.weight_sync.v1.RunTransferResponse\x12n\n\rAbortTransfer\x12-.flotilla.weight_sync.v1.AbortTransferRequest\x1a..flotilla.weight_sync.v1.AbortTransferResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,26 +36,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SHARDSLICE']._serialized_start=172
   _globals['_SHARDSLICE']._serialized_end=302
-  _globals['_REGISTERSHARDSREQUEST']._serialized_start=305
-  _globals['_REGISTERSHARDSREQUEST']._serialized_end=488
-  _globals['_REGISTERSHARDSRESPONSE']._serialized_start=490
-  _globals['_REGISTERSHARDSRESPONSE']._serialized_end=535
-  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_start=537
-  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_end=649
-  _globals['_ANNOUNCEVERSIONRESPONSE']._serialized_start=651
-  _globals['_ANNOUNCEVERSIONRESPONSE']._serialized_end=697
-  _globals['_WAITREADREQUEST']._serialized_start=700
-  _globals['_WAITREADREQUEST']._serialized_end=834
-  _globals['_WAITREADRESPONSE']._serialized_start=837
-  _globals['_WAITREADRESPONSE']._serialized_end=1054
-  _globals['_RUNTRANSFERREQUEST']._serialized_start=1057
-  _globals['_RUNTRANSFERREQUEST']._serialized_end=1357
-  _globals['_RUNTRANSFERRESPONSE']._serialized_start=1359
-  _globals['_RUNTRANSFERRESPONSE']._serialized_end=1418
-  _globals['_ABORTTRANSFERREQUEST']._serialized_start=1420
-  _globals['_ABORTTRANSFERREQUEST']._serialized_end=1498
-  _globals['_ABORTTRANSFERRESPONSE']._serialized_start=1500
-  _globals['_ABORTTRANSFERRESPONSE']._serialized_end=1523
-  _globals['_WEIGHTAGENTSERVICE']._serialized_start=1526
-  _globals['_WEIGHTAGENTSERVICE']._serialized_end=2094
+  _globals['_CUDAMEMORY']._serialized_start=304
+  _globals['_CUDAMEMORY']._serialized_end=392
+  _globals['_REGISTERSHARDSREQUEST']._serialized_start=395
+  _globals['_REGISTERSHARDSREQUEST']._serialized_end=636
+  _globals['_REGISTERSHARDSRESPONSE']._serialized_start=638
+  _globals['_REGISTERSHARDSRESPONSE']._serialized_end=683
+  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_start=685
+  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_end=797
+  _globals['_ANNOUNCEVERSIONRESPONSE']._serialized_start=799
+  _globals['_ANNOUNCEVERSIONRESPONSE']._serialized_end=845
+  _globals['_WAITREADREQUEST']._serialized_start=848
+  _globals['_WAITREADREQUEST']._serialized_end=982
+  _globals['_WAITREADRESPONSE']._serialized_start=985
+  _globals['_WAITREADRESPONSE']._serialized_end=1202
+  _globals['_RUNTRANSFERREQUEST']._serialized_start=1205
+  _globals['_RUNTRANSFERREQUEST']._serialized_end=1505
+  _globals['_RUNTRANSFERRESPONSE']._serialized_start=1507
+  _globals['_RUNTRANSFERRESPONSE']._serialized_end=1591
+  _globals['_ABORTTRANSFERREQUEST']._serialized_start=1593
+  _globals['_ABORTTRANSFERREQUEST']._serialized_end=1671
+  _globals['_ABORTTRANSFERRESPONSE']._serialized_start=1673
+  _globals['_ABORTTRANSFERRESPONSE']._serialized_end=1696
+  _globals['_WEIGHTAGENTSERVICE']._serialized_start=1699
+  _globals['_WEIGHTAGENTSERVICE']._serialized_end=2267
 # @@protoc_insertion_point(module_scope)

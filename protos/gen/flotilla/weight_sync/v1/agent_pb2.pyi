@@ -29,21 +29,35 @@ class ShardSlice(_message.Message):
     strides: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, name: _Optional[str] = ..., full_shape: _Optional[_Iterable[int]] = ..., begin: _Optional[_Iterable[int]] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., strides: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class CudaMemory(_message.Message):
+    __slots__ = ("handle", "offset_bytes", "size_bytes", "gpu_uuid")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    offset_bytes: int
+    size_bytes: int
+    gpu_uuid: str
+    def __init__(self, handle: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
+
 class RegisterShardsRequest(_message.Message):
-    __slots__ = ("run_id", "request_id", "rank", "shared_memory_path", "shared_memory_bytes", "slices")
+    __slots__ = ("run_id", "request_id", "rank", "shared_memory_path", "shared_memory_bytes", "slices", "cuda_memory")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_PATH_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
+    CUDA_MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     request_id: str
     rank: int
     shared_memory_path: str
     shared_memory_bytes: int
     slices: _containers.RepeatedCompositeFieldContainer[ShardSlice]
-    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., rank: _Optional[int] = ..., shared_memory_path: _Optional[str] = ..., shared_memory_bytes: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[ShardSlice, _Mapping]]] = ...) -> None: ...
+    cuda_memory: CudaMemory
+    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., rank: _Optional[int] = ..., shared_memory_path: _Optional[str] = ..., shared_memory_bytes: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[ShardSlice, _Mapping]]] = ..., cuda_memory: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
 
 class RegisterShardsResponse(_message.Message):
     __slots__ = ("incarnation",)
@@ -116,12 +130,14 @@ class RunTransferRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., rendezvous_address: _Optional[str] = ..., world_size: _Optional[int] = ..., rank: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[_engine_pb2.WireBucket, _Mapping]]] = ..., session_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RunTransferResponse(_message.Message):
-    __slots__ = ("digest", "wire_seconds")
+    __slots__ = ("digest", "wire_seconds", "connect_seconds")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     WIRE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     digest: str
     wire_seconds: float
-    def __init__(self, digest: _Optional[str] = ..., wire_seconds: _Optional[float] = ...) -> None: ...
+    connect_seconds: float
+    def __init__(self, digest: _Optional[str] = ..., wire_seconds: _Optional[float] = ..., connect_seconds: _Optional[float] = ...) -> None: ...
 
 class AbortTransferRequest(_message.Message):
     __slots__ = ("run_id", "request_id", "session_id")

@@ -92,8 +92,9 @@ class WeightAgentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RunTransfer(self, request, context):
-        """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short or
-        the version is no longer held. A repeat joins the session that runs.
+        """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short, the
+        version is no longer held, or it is held encoded for another plan: then the agent forgets it, takes another
+        incarnation, and so is told of it anew. A repeat joins the session that runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,8 +46,9 @@ class WeightAgentServiceStub:
     WaitRead: _grpc.UnaryUnaryMultiCallable[_agent_pb2.WaitReadRequest, _agent_pb2.WaitReadResponse]
     """Waits until a version has been read. Long poll, at most wait_timeout. Read-only."""
     RunTransfer: _grpc.UnaryUnaryMultiCallable[_agent_pb2.RunTransferRequest, _agent_pb2.RunTransferResponse]
-    """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short or
-    the version is no longer held. A repeat joins the session that runs.
+    """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short, the
+    version is no longer held, or it is held encoded for another plan: then the agent forgets it, takes another
+    incarnation, and so is told of it anew. A repeat joins the session that runs.
     """
     AbortTransfer: _grpc.UnaryUnaryMultiCallable[_agent_pb2.AbortTransferRequest, _agent_pb2.AbortTransferResponse]
     """Cuts a session short. Idempotent."""
@@ -70,8 +71,9 @@ class WeightAgentServiceAsyncStub(WeightAgentServiceStub):
     WaitRead: _aio.UnaryUnaryMultiCallable[_agent_pb2.WaitReadRequest, _agent_pb2.WaitReadResponse]  # type: ignore[assignment]
     """Waits until a version has been read. Long poll, at most wait_timeout. Read-only."""
     RunTransfer: _aio.UnaryUnaryMultiCallable[_agent_pb2.RunTransferRequest, _agent_pb2.RunTransferResponse]  # type: ignore[assignment]
-    """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short or
-    the version is no longer held. A repeat joins the session that runs.
+    """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short, the
+    version is no longer held, or it is held encoded for another plan: then the agent forgets it, takes another
+    incarnation, and so is told of it anew. A repeat joins the session that runs.
     """
     AbortTransfer: _aio.UnaryUnaryMultiCallable[_agent_pb2.AbortTransferRequest, _agent_pb2.AbortTransferResponse]  # type: ignore[assignment]
     """Cuts a session short. Idempotent."""
@@ -115,8 +117,9 @@ class WeightAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.RunTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.RunTransferResponse, _abc.Awaitable[_agent_pb2.RunTransferResponse]]:
-        """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short or
-        the version is no longer held. A repeat joins the session that runs.
+        """Sends what it has read, in one session. Answers when the bytes are sent. ABORTED if the session was cut short, the
+        version is no longer held, or it is held encoded for another plan: then the agent forgets it, takes another
+        incarnation, and so is told of it anew. A repeat joins the session that runs.
         """
 
     @_abc_1.abstractmethod
