@@ -12,7 +12,7 @@ USER_PROMPT_TOKENS = 512
 USER_RESPONSE_TOKENS = 256
 """What a run with a user's model is given: a model of 100 million parameters then takes minutes a step on two cores."""
 ON_CPU = {"dtype": "float32"}
-ON_GPU = {"dtype": "bfloat16", "gpu_memory_utilization": 0.4}
+ON_GPU = {"dtype": "bfloat16", "gpu_memory_utilization": 0.4, "kv_cache_gib": 4.0}
 """Leaves the trainer room on the same GPU."""
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,18 @@ START_S = 240.0
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 
 
-def write_fp8_checkpoint(source: Path, target: Path) -> None:
-    """A checkpoint whose decoder matrices are fp8 blocks, as vLLM loads them; all else in bfloat16."""
+def write_fp8_checkpoint(source: Path, target: Path, plain: Collection[str] = ()) -> None:
+    """A checkpoint whose decoder matrices are fp8 blocks, but for those of `plain` modules; all else in bfloat16."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors[name] = tensor.to(torch.bfloat16)
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") and name.removesuffix(".weight") not in plain:
             tensors[name], tensors[f"{name}_scale_inv"] = quantize_reference(tensors[name])
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    config["quantization_config"] = FP8 | {"modules_to_not_convert": list(plain)}
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def start_greedy(checkpoint: Path, prompts: Tokens, max_tokens: int, gpu: int) -> subprocess.Popen[bytes]:

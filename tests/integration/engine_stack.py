@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -27,8 +28,8 @@ RUN_ID = "engine-test"
 STOP_TOKEN = 2
 
 
-def write_spec(folder: Path, checkpoint: Path) -> RunSpec:
-    """A run spec with free ports, also as run.toml in the folder."""
+def write_spec(folder: Path, checkpoint: Path, **sections: dict[str, Any]) -> RunSpec:
+    """A run spec with free ports, also as run.toml in the folder; `sections` add to those that are given here."""
     ports = free_ports(6)
     (folder / "prompts.jsonl").touch()
     endpoints = [{"grpc_port": ports[i], "http_port": ports[i + 1]} for i in (0, 2, 4)]
@@ -44,7 +45,8 @@ def write_spec(folder: Path, checkpoint: Path) -> RunSpec:
                 "n_samples_per_prompt": 4,
                 "max_response_tokens": 400,
             },
-            "engine": {"dtype": "float32", "max_model_len": 500},
+            **sections,
+            "engine": {"dtype": "float32", "max_model_len": 500, **sections.get("engine", {})},
             "services": {"engines": [endpoints[0]], "rollout_gateway": endpoints[1], "buffer": endpoints[2]},
         }
     )
@@ -144,9 +146,11 @@ class EngineClient:
             raise from_rpc_error(error) from None
         return responses
 
-    async def start_update(self, session_id: str, step: int, patience_s: float = 0) -> None:
-        """First phase."""
-        request = engine_pb2.StartWeightUpdateRequest(run_id=RUN_ID, session_id=session_id, version=version(step))
+    async def start_update(self, session_id: str, step: int, patience_s: float = 0, **session: Any) -> None:
+        """First phase; `session` are further fields of the request."""
+        request = engine_pb2.StartWeightUpdateRequest(
+            run_id=RUN_ID, session_id=session_id, version=version(step), **session
+        )
         request.session_timeout.FromSeconds(30)
         await call(self.stub.StartWeightUpdate, request, timeout_s=20, patience_s=patience_s)
 
@@ -174,12 +178,12 @@ def version(step: int) -> common_pb2.PolicyVersion:
 
 
 @contextlib.asynccontextmanager
-async def client_of(spec: RunSpec) -> AsyncIterator[EngineClient]:
-    """A client once the engine serves, which may take START_S."""
+async def client_of(spec: RunSpec, start_s: float = START_S) -> AsyncIterator[EngineClient]:
+    """A client once the engine serves, which may take `start_s`."""
     async with open_channel(spec.services.engines[0].grpc) as channel:
         client = EngineClient(engine_pb2_grpc.EngineServiceStub(channel))
         request = engine_pb2.GetWeightVersionRequest(run_id=RUN_ID)
-        await call(client.stub.GetWeightVersion, request, timeout_s=5, patience_s=START_S)
+        await call(client.stub.GetWeightVersion, request, timeout_s=5, patience_s=start_s)
         yield client
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from flotilla.rollout_gateway.v1 import engine_pb2
 from services.common.rpc import duration
 from services.weight_sync import codec
-from services.weight_sync.agent.holder import Held
+from services.weight_sync.agent.held import Held
 from services.weight_sync.agent.sender import Sender, TransferOrder
 from services.weight_sync.plan import make_plan
 from services.weight_sync.records import ManifestParameter, Plan, PolicyVersion, ShardSlice

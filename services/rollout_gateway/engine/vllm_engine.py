@@ -1,15 +1,12 @@
-"""vLLM's AsyncLLM: token ids in, token deltas with log-probs and policy spans out. The only module that imports vLLM.
+"""vLLM's AsyncLLM: token ids in, token deltas with log-probs and policy spans out.
 
-Written for vLLM 0.32. Two of its inner workings are relied upon, both in `_starts`: the output processor notes for each
-request at which token the weight version changed, and it does so from the label that the engine core puts on every
-step. This makes policy spans exact whatever is buffered on the way.
+Works with vLLM 0.24 and 0.32. Only this module, `arguments` and `versions` know vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,18 +14,15 @@ from typing import Any
 
 from services.common.errors import InvalidArgument, Unavailable
 from services.common.spec import RunSpec
-from services.rollout_gateway.spans import Span, Start, Version, spans_between
+from services.rollout_gateway.engine.arguments import load_llm
+from services.rollout_gateway.engine.versions import VersionHistory
+from services.rollout_gateway.spans import Span, Version, spans_between
 
-STREAM_INTERVAL_TOKENS = 16
-"""vLLM hands out tokens of a running request in portions of this size: each portion wakes a task."""
-MIN_BATCHED_TOKENS = 8192
-"""Tokens of one step when prompts are never split."""
 WARM_UP_TOKENS = 4
 NO_TRAINER = Version(0, 0)
 """Label of the weights before the first update; only the warm-up runs with them."""
 STOP_S = 1.0
 """Time that vLLM's processes get before they are killed; they have nothing to save."""
-GIB = 1 << 30
 MAX_SEED = (1 << 63) - 1
 
 
@@ -71,6 +65,7 @@ class VllmEngine:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._versions = VersionHistory(llm, NO_TRAINER)
         self.worker_count: int = llm.vllm_config.parallel_config.world_size
 
     @classmethod
@@ -81,8 +76,7 @@ class VllmEngine:
             spec: The run.
             worker_extension: Dotted name of the class that receives weights in the workers.
         """
-        engine = cls(await asyncio.to_thread(_load, spec, worker_extension))
-        await engine._llm.update_weight_version(str(NO_TRAINER))
+        engine = cls(await asyncio.to_thread(load_llm, spec, worker_extension))
         sampling = Sampling(1.0, 1.0, -1, WARM_UP_TOKENS, (), 0)
         async for _ in engine.generate("warm-up", [0], sampling):
             pass
@@ -97,32 +91,26 @@ class VllmEngine:
             InvalidArgument: vLLM refuses the request.
             Unavailable: The engine died.
         """
-        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
+        starts = self._versions.begin(request_id)
         position = 0
         try:
             async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
                 completion = output.outputs[0]
                 end = position + len(completion.token_ids)
-                spans = spans_between(self._starts(request_id, completion), position, end)
                 finish = Finish(completion.finish_reason) if output.finished else None
-                yield Delta(completion.token_ids, completion.logprobs.logprobs, spans, finish)
+                # vLLM 0.24 adds all log-probs of the response to an abort that has no new token.
+                log_probs = completion.logprobs.logprobs[: end - position]
+                yield Delta(completion.token_ids, log_probs, spans_between(starts, position, end), finish)
                 position = end
-        except VLLMClientError as error:
+        except client_error() as error:
             raise InvalidArgument(str(error)) from error
         except EngineDeadError as error:
             raise Unavailable("the engine died") from error
-
-    def _starts(self, request_id: str, completion: Any) -> list[Start]:
-        if completion.finish_reason is not None:
-            found = [(span.version, span.start) for span in completion.weight_versions or ()]
-        else:
-            processor = self._llm.output_processor
-            (inner_id,) = processor.external_req_ids[request_id]
-            found = processor.request_states[inner_id].weight_version_starts
-        return [(Version.parse(label), start) for label, start in found]
+        finally:
+            self._versions.end(request_id)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End responses; each yields a last delta with Finish.ABORTED and the tokens so far."""
@@ -146,7 +134,7 @@ class VllmEngine:
         Keys and values of the old weights are dropped; frozen responses are computed anew over their tokens.
         """
         await self._llm.reset_prefix_cache(reset_running_requests=True)
-        await self._llm.update_weight_version(str(version))
+        await self._versions.change(version)
 
     async def died(self) -> None:
         """Return when vLLM has failed."""
@@ -159,45 +147,6 @@ class VllmEngine:
     def stop(self) -> None:
         """End vLLM's processes."""
         self._llm.shutdown(timeout=STOP_S)
-
-
-def _load(spec: RunSpec, worker_extension: str) -> Any:
-    # vLLM reads these when it is imported. Its processes are spawned: a fork would copy the gRPC server.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # Threads that spin while they wait for each other halve the speed where other services want the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if spec.engine.num_threads:
-        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=str(spec.model.hf_checkpoint),
-        dtype=spec.engine.dtype,
-        max_model_len=spec.engine.max_model_len,
-        max_num_seqs=spec.engine.max_num_seqs,
-        enforce_eager=spec.engine.enforce_eager,
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls=worker_extension,
-        seed=spec.rollout.seed,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        **(_cpu_arguments(spec) if current_platform.is_cpu() else {}),
-    )
-    return AsyncLLM.from_engine_args(arguments)
-
-
-def _cpu_arguments(spec: RunSpec) -> dict[str, Any]:
-    return {
-        "kv_cache_memory_bytes": int(spec.engine.kv_cache_gib * GIB),
-        # vLLM 0.32 on CPU dies when it splits the prompt of a request that has a seed.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(spec.engine.max_model_len, MIN_BATCHED_TOKENS),
-    }
 
 
 def _sampling_params(sampling: Sampling) -> Any:
@@ -216,6 +165,12 @@ def _sampling_params(sampling: Sampling) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=STREAM_INTERVAL_TOKENS,
         skip_clone=True,
     )
+
+
+def client_error() -> type[Exception]:
+    """What vLLM raises for a request that it refuses: an error of its own since 0.32, a ValueError before."""
+    from vllm import exceptions
+
+    return getattr(exceptions, "VLLMClientError", ValueError)

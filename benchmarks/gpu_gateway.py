@@ -1,0 +1,319 @@
+"""Tokens per second of gateway and engine over gRPC against the same vLLM called directly. Needs CUDA.
+
+    python -m benchmarks.gpu_gateway --dtype fp8 --out gateway-fp8.json
+
+Engine and gateway are the real services in processes of their own. The engine process first calls its AsyncLLM directly
+with the same requests, in the most favourable way: 512 at a time, only final outputs. Then the gateway leases the same
+work, 512 samples at a time in groups of 8. Both times run from the first request to the last result. What stands in:
+the buffer (leases without end, in this process), and the way of the weights (the engine keeps those that it starts
+with, under the label of a version).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from flotilla.buffer.v1 import buffer_pb2, buffer_pb2_grpc, registry_pb2_grpc
+from flotilla.common.v1 import common_pb2
+from services.common.rpc import bind_server, duration, make_server
+from services.common.spec import RunSpec
+from services.rollout_gateway.engine import main as engine_main
+from services.rollout_gateway.engine.children import die_with_parent_if_spawned
+from services.rollout_gateway.engine.vllm_engine import VllmEngine
+from tests.conftest import free_ports
+from tests.integration.engine_stack import RUN_ID, client_of, process, sampling
+from tests.unit.gateway_peers import ScriptedBuffer
+
+CONCURRENCY = 512
+GROUP = 8
+PROMPT_TOKENS = 64
+NEW_TOKENS = 256
+WARM_SAMPLES = 512
+SAMPLES = 2560
+START_S = 280.0
+"""Boot with torch.compile, and the direct measurement."""
+LEASE_S = 60.0
+WORK_S = 180.0
+"""A measurement that takes longer has failed."""
+LOG_LINES = 60
+MODULE = "benchmarks.gpu_gateway"
+GATEWAY = "services.rollout_gateway"
+DIRECT = "direct.json"
+QWEN3_06B = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+def prompt(index: int) -> list[int]:
+    """Tokens of the prompt of a group; no two share a block of the prefix cache."""
+    return [1 + (index * 7919 + position * 31) % 100_000 for position in range(PROMPT_TOKENS)]
+
+
+# -------------------------------------------------------------------------------------------------- engine process
+
+
+class StandInReceiver:
+    """Mixed into vLLM's worker: every session is complete at once, and leaves the weights as they are."""
+
+    def weight_sync_start(self, request: bytes) -> None:
+        """Nothing to receive."""
+
+    def weight_sync_poll(self, session_id: str) -> dict[str, Any]:
+        """Received."""
+        return {"state": "received", "digest": "", "connect_seconds": 0.0, "wire_seconds": 0.0, "error": ""}
+
+    def weight_sync_finish(self, session_id: str) -> dict[str, Any]:
+        """Nothing to load."""
+        return {"load_seconds": 0.0}
+
+    def weight_sync_abort(self, session_id: str) -> None:
+        """Nothing to end."""
+
+
+class MeasuredEngine(VllmEngine):
+    """The engine of the service, which measures its vLLM before it serves."""
+
+    @classmethod
+    async def start(cls, spec: RunSpec, worker_extension: str) -> VllmEngine:
+        """As VllmEngine.start; figures go to a file in the run's directory."""
+        engine = await super().start(spec, worker_extension)
+        await _direct(engine._llm, WARM_SAMPLES)
+        figures = {"tokens_per_s": await _direct(engine._llm, SAMPLES)}
+        spec.run_dir.mkdir(parents=True, exist_ok=True)
+        (spec.run_dir / DIRECT).write_text(json.dumps(figures))
+        return engine
+
+
+async def _direct(llm: Any, samples: int) -> float:
+    """Tokens per second of so many requests."""
+    places = asyncio.Semaphore(CONCURRENCY)
+    begun = time.monotonic()
+    await asyncio.gather(*(_one(llm, places, samples, index) for index in range(samples)))
+    return samples * NEW_TOKENS / (time.monotonic() - begun)
+
+
+async def _one(llm: Any, places: asyncio.Semaphore, round_: int, index: int) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=1.0,
+        max_tokens=NEW_TOKENS,
+        seed=index,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+    tokens = {"type": "token", "prompt_token_ids": prompt(index // GROUP)}
+    async with places:
+        async for output in llm.generate(tokens, params, f"direct-{round_}-{index}"):
+            assert len(output.outputs[0].token_ids) == NEW_TOKENS
+
+
+def run_engine() -> None:
+    """The engine's own main, around the measured engine."""
+    engine_main.VllmEngine = MeasuredEngine
+    engine_main.main(f"{MODULE}.StandInReceiver")
+
+
+# --------------------------------------------------------------------------------------------------------- client
+
+
+def save_checkpoint(path: Path) -> None:
+    """Random bf16 weights of the Qwen3-0.6B shape, with a tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from tests.tiny_models import save_tokenizer
+
+    save_tokenizer(path)
+    config = Qwen3Config(**QWEN3_06B, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, device="cuda")
+        tensors[name] = (1 + 0.1 * noise if "norm" in name else 0.02 * noise).to(torch.bfloat16).cpu()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_spec(folder: Path, dtype: str) -> RunSpec:
+    """The run, also as run.toml in the folder."""
+    ports = free_ports(6)
+    endpoints = [{"grpc_port": ports[i], "http_port": ports[i + 1]} for i in (0, 2, 4)]
+    (folder / "prompts.jsonl").touch()
+    spec = RunSpec.model_validate(
+        {
+            "run_id": RUN_ID,
+            "run_dir": str(folder / "run"),
+            "model": {"hf_checkpoint": str(folder / "model")},
+            "data": {"prompt_data": str(folder / "prompts.jsonl"), "max_prompt_tokens": PROMPT_TOKENS},
+            "rollout": {
+                "num_rollout": 1,
+                "rollout_batch_size": 1,
+                "n_samples_per_prompt": GROUP,
+                "max_response_tokens": NEW_TOKENS,
+            },
+            "weight_sync": {"quantization": "fp8_block_128" if dtype == "fp8" else "none"},
+            "engine": {
+                "max_model_len": 1024,
+                "max_num_seqs": CONCURRENCY,
+                "server_concurrency": CONCURRENCY,
+                "gpu_memory_utilization": 0.8,
+                "enforce_eager": False,
+            },
+            "services": {"engines": [endpoints[0]], "rollout_gateway": endpoints[1], "buffer": endpoints[2]},
+        }
+    )
+    (folder / "run.toml").write_text(spec.to_toml())
+    return spec
+
+
+class Buffer(ScriptedBuffer):
+    """The stand-in for the buffer; notes when leases go out and results come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ttl_s = LEASE_S
+        self.finished = 0
+        self.last_submit_s = 0.0
+
+    async def SubmitSamples(self, request: Any, context: Any) -> Any:
+        for sample in request.samples:
+            assert len(sample.response_token_ids) == len(sample.rollout_log_probs) == NEW_TOKENS
+        self.finished += len(request.samples)
+        self.last_submit_s = time.monotonic()
+        return buffer_pb2.SubmitSamplesResponse()
+
+    async def tokens_per_s(self, samples: int, first_group: int) -> float:
+        """Hand out so many samples and wait for all."""
+        goal = self.finished + samples
+        begun = time.monotonic()
+        for index in range(samples // GROUP):
+            self.add(_lease(first_group + index))
+        async with asyncio.timeout(WORK_S):
+            while self.finished < goal:  # noqa: ASYNC110  grows in calls of the gateway
+                await asyncio.sleep(0.01)
+        return samples * NEW_TOKENS / (self.last_submit_s - begun)
+
+
+def _lease(index: int) -> buffer_pb2.WorkLease:
+    return buffer_pb2.WorkLease(
+        lease_token=b"t",
+        group_id=f"g{index}",
+        attempt=1,
+        ttl=duration(LEASE_S),
+        prompt_token_ids=prompt(index),
+        sampling_params=sampling(1.0, NEW_TOKENS),
+        pending_samples=[common_pb2.Sample(sample_index=one) for one in range(GROUP)],
+        seed=GROUP * index,
+    )
+
+
+@contextlib.asynccontextmanager
+async def served(buffer: Buffer, port: int) -> AsyncIterator[None]:
+    """The stand-in buffer behind gRPC."""
+    server = make_server()
+    buffer_pb2_grpc.add_BufferServiceServicer_to_server(buffer, server)
+    registry_pb2_grpc.add_RunRegistryServiceServicer_to_server(buffer, server)
+    bind_server(server, "127.0.0.1", port)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(folder: Path, dtype: str) -> dict[str, float]:
+    """All figures of one engine."""
+    spec, spec_file, buffer = make_spec(folder, dtype), folder / "run.toml", Buffer()
+    async with served(buffer, spec.services.buffer.grpc_port):
+        with process(MODULE, spec_file) as engine, process(GATEWAY, spec_file) as gateway:
+            begun = time.monotonic()
+            async with client_of(spec, START_S) as client:
+                boot_s = time.monotonic() - begun
+                await client.update(Path("stand-in"), 0)
+                await buffer.tokens_per_s(WARM_SAMPLES, 0)
+                before = [cpu_seconds(child.pid) for child in (engine, gateway)]
+                served_rate = await buffer.tokens_per_s(SAMPLES, WARM_SAMPLES)
+                spent = [cpu_seconds(c.pid) - b for c, b in zip((engine, gateway), before, strict=True)]
+    direct_rate = json.loads((spec.run_dir / DIRECT).read_text())["tokens_per_s"]
+    tokens = SAMPLES * NEW_TOKENS
+    return {
+        "direct_tokens_per_s": direct_rate,
+        "gateway_tokens_per_s": served_rate,
+        "ratio": served_rate / direct_rate,
+        "engine_cpu_us_per_token": spent[0] / tokens * 1e6,
+        "gateway_cpu_us_per_token": spent[1] / tokens * 1e6,
+        "boot_and_direct_s": boot_s,
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
+    parser.add_argument("--out", type=Path, required=True, help="figures as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        save_checkpoint(folder / "model")
+        try:
+            figures = asyncio.run(measure(folder, args.dtype))
+        except BaseException:
+            for log in sorted(folder.glob("*.log")):
+                print(f"---- {log.name}", *log.read_text().splitlines()[-LOG_LINES:], sep="\n")
+            raise
+    report(args.dtype, figures, args.out)
+
+
+def report(dtype: str, figures: dict[str, float], out: Path) -> None:
+    """A table on standard output, and a file."""
+    import torch
+    import vllm
+
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    for name, value in figures.items():
+        print(f"{dtype:5} {name:28} {value:12,.3f}")
+    out.write_text(json.dumps({"machine": machine, "dtype": dtype, "figures": figures}, indent=1) + "\n")
+
+
+die_with_parent_if_spawned(__name__)
+if __name__ == "__main__":
+    run_engine() if "--run" in sys.argv else main()

@@ -1,0 +1,156 @@
+"""How vLLM is started: its environment and arguments, on CPU and on CUDA.
+
+With `weight_sync.quantization = "fp8_block_128"` on a GPU that has fp8, the engine holds its linear layers as e4m3 with
+128x128 scales. vLLM would look for such weights in the checkpoint, which has others; it starts with dummy ones, since
+the first update always comes before the first request. Elsewhere the weights are dequantised on arrival.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.spec import RunSpec
+
+STREAM_INTERVAL_TOKENS = 32
+"""vLLM hands out tokens of a running request in portions of this size: each portion wakes a task."""
+BATCHED_TOKENS = 8192
+"""Tokens of one step; where prompts are never split, at least the longest prompt."""
+CPU_KV_CACHE_GIB = 1
+GIB = 1 << 30
+FP8_CAPABILITY = 89
+"""First CUDA compute capability with fp8 matrix products, times 10."""
+BLOCK = 128
+MERGED = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"gate_proj", "up_proj"},
+    {"q_a_proj", "kv_a_proj_with_mqa"},
+)
+"""Linear layers that vLLM's models merge into one, which must be of one kind."""
+NEVER_FP8 = {"gate", "router", "shared_expert_gate", "lm_head", "embed_tokens"}
+"""Routers, and what is not a linear layer to vLLM."""
+
+
+def load_llm(spec: RunSpec, worker_extension: str) -> Any:
+    """An AsyncLLM with the model loaded, in processes of its own.
+
+    Args:
+        spec: The run.
+        worker_extension: Dotted name of the class that receives weights in the workers.
+    """
+    _set_environment(spec)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if current_platform.is_cpu():
+        _set_cpu_environment()
+    arguments = AsyncEngineArgs(
+        model=str(spec.model.hf_checkpoint),
+        dtype=spec.engine.dtype,
+        max_model_len=spec.engine.max_model_len,
+        max_num_seqs=spec.engine.max_num_seqs,
+        enforce_eager=spec.engine.enforce_eager,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=worker_extension,
+        seed=spec.rollout.seed,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        stream_interval=STREAM_INTERVAL_TOKENS,
+        **(_cpu_arguments(spec) if current_platform.is_cpu() else _gpu_arguments(spec, current_platform)),
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def _set_environment(spec: RunSpec) -> None:
+    """What vLLM reads when it is imported."""
+    # vLLM's processes are spawned: a fork would copy the gRPC server.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Threads that spin while they wait for each other halve the speed where other services want the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if spec.engine.num_threads:
+        os.environ["OMP_NUM_THREADS"] = str(spec.engine.num_threads)
+
+
+def _set_cpu_environment() -> None:
+    """What vLLM's processes read when they start."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def _cpu_arguments(spec: RunSpec) -> dict[str, Any]:
+    return {
+        "kv_cache_memory_bytes": int((spec.engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
+        # vLLM on CPU dies when it splits the prompt of a request that has a seed.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(spec.engine.max_model_len, BATCHED_TOKENS),
+    }
+
+
+def _gpu_arguments(spec: RunSpec, platform: Any) -> dict[str, Any]:
+    fp8 = (
+        spec.weight_sync.quantization == "fp8_block_128"
+        and spec.engine.dtype == "bfloat16"
+        and platform.has_device_capability(FP8_CAPABILITY)
+    )
+    kv_cache = {"kv_cache_memory_bytes": int(spec.engine.kv_cache_gib * GIB)} if spec.engine.kv_cache_gib else {}
+    return {
+        "gpu_memory_utilization": spec.engine.gpu_memory_utilization,
+        **kv_cache,
+        "max_num_batched_tokens": BATCHED_TOKENS,
+        **(_fp8_arguments(spec.model.hf_checkpoint) if fp8 else {}),
+    }
+
+
+def _fp8_arguments(checkpoint: Path) -> dict[str, Any]:
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": plain_modules(_matrices(checkpoint)),
+    }
+    return {"load_format": "dummy", "hf_overrides": {"quantization_config": quantization}}
+
+
+def plain_modules(matrices: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Modules that vLLM's block-fp8 layers cannot take, by HF name, sorted.
+
+    vLLM quantises activations in groups of 128 and refuses merged layers with a ragged block between two parts (0.24
+    and 0.32: `validate_fp8_block_shape`); a matrix with a size that is no multiple of 128 is left plain, and all that
+    vLLM merges with it.
+
+    Args:
+        matrices: Shape [output, input] of each two-dimensional `<module>.weight` of the checkpoint, by module.
+    """
+    plain = {
+        name for name, shape in matrices.items() if _last(name) in NEVER_FP8 or any(size % BLOCK for size in shape)
+    }
+    return sorted(plain | {sibling for name in plain for sibling in _merged_with(name, matrices)})
+
+
+def _merged_with(module: str, modules: Iterable[str]) -> list[str]:
+    parent, dot, last = module.rpartition(".")
+    names = {f"{parent}{dot}{other}" for group in MERGED if last in group for other in group}
+    return [one for one in modules if one in names]
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _matrices(checkpoint: Path) -> dict[str, tuple[int, int]]:
+    """Shapes of the two-dimensional weights of a checkpoint, from its headers alone."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        found |= {
+            name.removesuffix(".weight"): s for name, s in shapes.items() if len(s) == 2 and name.endswith(".weight")
+        }
+    return found

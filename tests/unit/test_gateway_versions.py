@@ -1,0 +1,125 @@
+"""Policy spans across updates, and which layers an engine serves in fp8. vLLM's front end is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.rollout_gateway.engine.arguments import plain_modules
+from services.rollout_gateway.engine.versions import VersionHistory
+from services.rollout_gateway.spans import Span, Version, spans_between
+
+OLD, NEW, NEWER = Version(1, 0), Version(1, 1), Version(1, 2)
+
+
+class FrontEnd:
+    """As much of AsyncLLM as a history sees: outputs in a queue, counted for their request after a while."""
+
+    def __init__(self) -> None:
+        self.outputs_queue: asyncio.Queue[str] = asyncio.Queue()
+        self.engine_core: Any = self
+        self.output_processor = SimpleNamespace(request_states={})
+        self.slow_s = 0.0
+        self.output_handler: asyncio.Task[None] | None = None
+
+    async def get_output_async(self) -> str:
+        return await self.outputs_queue.get()
+
+    def start(self) -> None:
+        self.output_handler = asyncio.create_task(self._handle())
+
+    def add(self, request_id: str) -> None:
+        counter = SimpleNamespace(tokens=0)
+        detokenizer = SimpleNamespace(num_output_tokens=lambda: counter.tokens)
+        state = SimpleNamespace(external_req_id=request_id, detokenizer=detokenizer, counter=counter)
+        self.output_processor.request_states[request_id] = state
+
+    async def _handle(self) -> None:
+        while True:
+            request_id = await self.engine_core.get_output_async()
+            if request_id == "fail":
+                raise RuntimeError
+            await asyncio.sleep(self.slow_s)
+            self.output_processor.request_states[request_id].counter.tokens += 1
+
+
+async def front_end() -> tuple[FrontEnd, VersionHistory]:
+    llm = FrontEnd()
+    history = VersionHistory(llm, OLD)
+    llm.start()
+    await asyncio.sleep(0)
+    return llm, history
+
+
+async def test_tokens_on_their_way_belong_to_the_old_version():
+    llm, history = await front_end()
+    llm.slow_s = 0.01
+    starts = history.begin("r")
+    llm.add("r")
+    for _ in range(5):
+        llm.outputs_queue.put_nowait("r")
+    await history.change(NEW)
+    assert spans_between(starts, 0, 8) == [Span(0, 5, OLD), Span(5, 8, NEW)]
+
+
+async def test_updates_without_a_token_between_them_leave_no_span():
+    llm, history = await front_end()
+    starts = history.begin("waiting")
+    llm.add("waiting")
+    await history.change(NEW)
+    await history.change(NEWER)
+    assert spans_between(starts, 0, 3) == [Span(0, 3, NEWER)]
+    assert spans_between(history.begin("late"), 0, 3) == [Span(0, 3, NEWER)]
+
+
+async def test_what_has_finished_stays_with_the_old_version():
+    llm, history = await front_end()
+    starts = history.begin("done")
+    llm.add("done")
+    llm.outputs_queue.put_nowait("done")
+    llm.outputs_queue.put_nowait("done")
+    await asyncio.sleep(0.05)
+    del llm.output_processor.request_states["done"]
+    await history.change(NEW)
+    assert spans_between(starts, 0, 2) == [Span(0, 2, OLD)]
+    history.end("done")
+    llm.add("done")
+    await history.change(NEWER)
+
+
+async def test_a_handler_that_failed_ends_the_wait():
+    llm, history = await front_end()
+    llm.outputs_queue.put_nowait("fail")
+    with pytest.raises(RuntimeError, match="output handler"):
+        await history.change(NEW)
+
+
+def test_layers_with_ragged_blocks_stay_plain_and_so_does_what_is_merged_with_them():
+    matrices = {
+        "lm_head": (1024, 128),
+        "model.embed_tokens": (1024, 128),
+        "model.layers.0.mlp.down_proj": (128, 384),
+        "model.layers.0.mlp.gate": (128, 128),
+        "model.layers.0.mlp.gate_proj": (384, 128),
+        "model.layers.0.mlp.up_proj": (384, 128),
+        "model.layers.0.self_attn.k_proj": (64, 128),
+        "model.layers.0.self_attn.o_proj": (128, 128),
+        "model.layers.0.self_attn.q_proj": (128, 128),
+        "model.layers.0.self_attn.v_proj": (64, 128),
+        "model.layers.1.mlp.experts.3.up_proj": (96, 128),
+        "model.layers.1.mlp.experts.3.gate_proj": (96, 128),
+        "model.layers.1.self_attn.q_proj": (128, 128),
+    }
+    assert plain_modules(matrices) == [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.mlp.gate",
+        "model.layers.0.self_attn.k_proj",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.1.mlp.experts.3.gate_proj",
+        "model.layers.1.mlp.experts.3.up_proj",
+    ]
