@@ -1,6 +1,6 @@
 """Speed and memory of the trainer on one GPU: a Qwen3-0.6B shape with random weights, 16,384 tokens in a micro-batch.
 
-    PYTHONPATH=.:protos/gen python3 benchmarks/gpu_trainer.py --out trainer.json [--variants] [--profile]
+    PYTHONPATH=.:protos/gen python3 benchmarks/gpu_trainer.py --out trainer.json [--profile]
 
 A step is forward, backward and optimizer over one pack, with the policy loss on every token. Memory is the peak above
 weights, gradients and optimizer state. MFU counts 6 FLOP for a parameter and token, and causal attention three times
@@ -16,8 +16,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -26,9 +25,9 @@ from typing import Any
 import torch
 
 from services.common.spec import RunSpec
-from services.trainer import attention, log_probs, megatron
+from services.trainer import megatron
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
-from services.trainer.model import RMSNorm, read_config
+from services.trainer.model import read_config
 from services.trainer.step import Learner
 
 QWEN3_06B = {
@@ -163,70 +162,6 @@ def measure(learner: Learner, name: str, count: int, base_bytes: int) -> dict[st
     }
 
 
-class _CudnnAttention(torch.autograd.Function):
-    """cuDNN's attention for packs, which torch has but does not offer."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, bounds: Any, longest: int) -> Any:
-        found = torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, bounds, bounds, longest, longest, True, 0.0, True, False
-        )
-        ctx.save_for_backward(q, k, v, found[0], found[1], found[6], found[7], bounds)
-        ctx.longest = longest
-        return found[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, seed, offset, bounds = ctx.saved_tensors
-        shape = (bounds, bounds, ctx.longest, ctx.longest, 0.0, True)
-        grads = torch.ops.aten._cudnn_attention_backward(
-            grad.contiguous(), q, k, v, out, lse, seed, offset, None, *shape
-        )
-        return (*grads, None, None)
-
-
-def cudnn_attention(q: Any, k: Any, v: Any, bounds: Any, _: Any, longest: int, *__: Any, **___: Any) -> Any:
-    """In place of `varlen_attn`."""
-    ratio = q.shape[1] // k.shape[1]
-    return _CudnnAttention.apply(q, k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1), bounds, longest)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def variants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Other ways to do a piece, by name: what makes the context in which steps are measured."""
-    norm = torch.compile(lambda x, weight, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps))
-    return {
-        "nothing compiled": lambda: torch.compiler.set_stance("force_eager"),
-        "RMSNorm compiled": lambda: replaced(RMSNorm, "forward", lambda self, x: norm(x, self.weight, self.eps)),
-        "logits of 0.25 GiB": lambda: replaced(log_probs, "CHUNK_BYTES", {"cuda": 1 << 28}),
-        "logits of 0.5 GiB": lambda: replaced(log_probs, "CHUNK_BYTES", {"cuda": 1 << 29}),
-        "logits of 2 GiB": lambda: replaced(log_probs, "CHUNK_BYTES", {"cuda": 1 << 31}),
-        "cuDNN attention": lambda: replaced(attention, "varlen_attn", cudnn_attention),
-    }
-
-
-def measure_variants(learner: Learner, count: int, base_bytes: int) -> list[dict[str, Any]]:
-    """Rows for 8 x 2,048; a variant that does not work here says why."""
-    rows = []
-    for name, make_context in variants().items():
-        with make_context():
-            try:
-                rows.append({**measure(learner, "8 x 2,048", count, base_bytes), "packing": name})
-            except (RuntimeError, TypeError) as error:
-                print(f"{name}: {str(error).splitlines()[0][:300]}")
-    return rows
-
-
 def print_synchronisations(steps: Steps) -> None:
     """Where one step makes the host wait for the device."""
     with warnings.catch_warnings(record=True) as caught:
@@ -278,7 +213,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file for the figures, as JSON")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each row")
-    parser.add_argument("--variants", action="store_true", help="also measure other ways to do a piece")
     parser.add_argument("--profile", action="store_true", help="also print kernels, idle time and waits of the host")
     options = parser.parse_args()
     megatron.initialize(seed=1)
@@ -299,10 +233,6 @@ def main() -> None:
         "rows": rows,
     }
     options.out.write_text(json.dumps(found, indent=1))
-    if options.variants:
-        found["variants"] = measure_variants(learner, options.steps, base_bytes)
-        print_table(found["variants"])
-        options.out.write_text(json.dumps(found, indent=1))
     megatron.destroy()
 
 

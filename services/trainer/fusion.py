@@ -16,8 +16,9 @@ def fused(rows: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compile a function on CUDA; elsewhere it stays as it is.
 
     Args:
-        rows: So many leading arguments are tensors whose first dimension differs from call to call. One compiled form
-            serves them all.
+        rows: So many leading arguments are tensors whose first dimension differs from call to call. A few compiled
+            forms serve them all: 1 is one, and reductions over many rows have another. Every other size and number is a
+            constant of the form.
     """
     return functools.partial(_compile, rows=rows) if ON_CUDA else lambda function: function
 
@@ -26,7 +27,7 @@ def _compile(function: Callable[P, R], rows: int) -> Callable[P, R]:
     import torch
     from torch._dynamo import maybe_mark_dynamic
 
-    compiled = torch.compile(function)
+    compiled = torch.compile(function, dynamic=False)  # a second model in the process gets a form of its own
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

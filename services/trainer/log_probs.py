@@ -15,7 +15,7 @@ from torch import Tensor
 from services.trainer import loss
 from services.trainer.fusion import fused
 
-CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 """Size of the logits of one chunk. On CUDA large enough for the matrix product to be at full speed; on the CPU, where
 nothing is fused, several copies of it live at once."""
 ROW_MULTIPLE = 128

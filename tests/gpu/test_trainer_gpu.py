@@ -67,7 +67,7 @@ def assert_close(found: Tensor, expected: Tensor, bound: float, name: str = "") 
 def gradients_of(outputs: Iterable[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """Of a sum with fixed random weights of all outputs."""
     total = torch.stack([(one.float() * randn(*one.shape, seed=7)).sum() for one in outputs]).sum()
-    return list(torch.autograd.grad(total, inputs, retain_graph=True))
+    return list(torch.autograd.grad(total, inputs))
 
 
 @pytest.mark.parametrize("lengths", [(3, 700, 1, 65, 128, 257), (1,), (1, 1, 1), (1500,)], ids=str)
@@ -87,12 +87,21 @@ def test_flash_attention_is_attention_by_segment(lengths: tuple[int, ...], key_h
         assert_close(ours, theirs, BF16_BOUND, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 300])
-def test_compiled_heads_are_the_plain_ones(tokens: int, dtype: torch.dtype) -> None:
-    groups, size, queries = 4, 64, 2
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "groups", "queries", "size"),
+    [
+        (300, torch.float32, 2, 2, 32),
+        (300, torch.bfloat16, 2, 2, 32),
+        (1, torch.bfloat16, 2, 2, 32),
+        (200, torch.bfloat16, 3, 3, 64),
+    ],
+)
+def test_compiled_heads_are_the_plain_ones(
+    tokens: int, dtype: torch.dtype, groups: int, queries: int, size: int
+) -> None:
+    """The sizes of the tiny models first, whose compiled forms the tests below use again, then a second model's."""
     mixed = randn(tokens, 1, groups * (queries + 2) * size, dtype=dtype).requires_grad_()
-    weights = [randn(size, seed=seed, dtype=dtype).requires_grad_() for seed in (1, 2)]
+    weights = [torch.nn.Parameter(randn(size, seed=seed, dtype=dtype)) for seed in (1, 2)]
     angles = randn(tokens, 1, 1, size, seed=3)
     rest = (angles.cos().to(dtype), angles.sin().to(dtype), *weights, groups, size, 1e-6)
     plain: Any = attention.split_heads
@@ -104,8 +113,10 @@ def test_compiled_heads_are_the_plain_ones(tokens: int, dtype: torch.dtype) -> N
         assert_close(ours, theirs, bound, f"tensor {index}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [0, 1, 1000])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(1000, torch.float32), (1000, torch.bfloat16), (1, torch.bfloat16), (0, torch.bfloat16)],
+)
 def test_log_probs_in_chunks_are_the_plain_ones(tokens: int, dtype: torch.dtype, monkeypatch: Any) -> None:
     monkeypatch.setattr(log_probs, "chunk_rows", lambda *_: 384)
     hidden = randn(tokens, 64, dtype=dtype).requires_grad_()
