@@ -3,10 +3,9 @@
     python -m benchmarks.gpu_gateway --dtype fp8 --out gateway-fp8.json
 
 Engine and gateway are the real services in processes of their own. The engine process first calls its AsyncLLM directly
-with the same requests, in the most favourable way: 512 at a time, only final outputs. Then the gateway leases the same
-work, 512 samples at a time in groups of 8. Both times run from the first request to the last result. What stands in:
-the buffer (leases without end, in this process), and the way of the weights (the engine keeps those that it starts
-with, under the label of a version).
+with the same requests, in the most favourable way: only final outputs. Then the gateway leases the same work, in groups
+of 8. Both rates are of the steady state, between two results. What stands in: the buffer (leases without end, in this
+process), and the way of the weights (the engine keeps those that it starts with, under the label of a version).
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ import os
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import Row, table, write_record
 from flotilla.buffer.v1 import buffer_pb2, buffer_pb2_grpc, registry_pb2_grpc
 from flotilla.common.v1 import common_pb2
 from services.common.rpc import bind_server, duration, make_server
@@ -35,12 +36,19 @@ from tests.integration.engine_stack import RUN_ID, client_of, process, sampling
 from tests.unit.gateway_peers import ScriptedBuffer
 
 CONCURRENCY = 512
+"""Samples that run at once in the engine."""
+IN_FLIGHT = (512, 640)
+"""Samples that are asked for at once: as many as run, and with some that wait inside the engine."""
 GROUP = 8
 PROMPT_TOKENS = 64
 NEW_TOKENS = 256
-WARM_SAMPLES = 512
-SAMPLES = 2560
-START_S = 280.0
+EDGE_SAMPLES = 512
+"""The first results, left out: the engine fills."""
+SAMPLES = 2048
+TAIL_SAMPLES = 256
+"""The last results, left out: it empties."""
+TOTAL_SAMPLES = EDGE_SAMPLES + SAMPLES + TAIL_SAMPLES
+START_S = 240.0
 """Boot with torch.compile, and the direct measurement."""
 LEASE_S = 60.0
 WORK_S = 180.0
@@ -63,9 +71,10 @@ QWEN3_06B = {
 }
 
 
-def prompt(index: int) -> list[int]:
+def prompt(measurement: int, index: int) -> list[int]:
     """Tokens of the prompt of a group; no two share a block of the prefix cache."""
-    return [1 + (index * 7919 + position * 31) % 100_000 for position in range(PROMPT_TOKENS)]
+    number = 10_000 * measurement + index
+    return [1 + (number * 7919 + position * 31) % 150_000 for position in range(PROMPT_TOKENS)]
 
 
 # -------------------------------------------------------------------------------------------------- engine process
@@ -94,31 +103,30 @@ class MeasuredEngine(VllmEngine):
 
     @classmethod
     async def start(cls, spec: RunSpec, worker_extension: str) -> VllmEngine:
-        """As VllmEngine.start; figures go to a file in the run's directory."""
+        """As VllmEngine.start; tokens per second by requests in flight go to a file in the run's directory."""
         engine = await super().start(spec, worker_extension)
-        await _direct(engine._llm, WARM_SAMPLES)
-        figures = {"tokens_per_s": await _direct(engine._llm, SAMPLES)}
+        figures = {many: await _direct(engine._llm, number, many) for number, many in enumerate(IN_FLIGHT)}
         spec.run_dir.mkdir(parents=True, exist_ok=True)
         (spec.run_dir / DIRECT).write_text(json.dumps(figures))
         return engine
 
 
-async def _direct(llm: Any, samples: int) -> float:
-    """Tokens per second of so many requests."""
-    places = asyncio.Semaphore(CONCURRENCY)
-    begun = time.monotonic()
-    await asyncio.gather(*(_one(llm, places, samples, index) for index in range(samples)))
-    return samples * NEW_TOKENS / (time.monotonic() - begun)
+async def _direct(llm: Any, measurement: int, in_flight: int) -> float:
+    """Tokens per second with so many requests at a time."""
+    places, done_s = asyncio.Semaphore(in_flight), list[float]()
+    requests = (_one(llm, places, done_s, prompt(measurement, i // GROUP), seed=i) for i in range(TOTAL_SAMPLES))
+    await asyncio.gather(*requests)
+    return rate(done_s)
 
 
-async def _one(llm: Any, places: asyncio.Semaphore, round_: int, index: int) -> None:
+async def _one(llm: Any, places: asyncio.Semaphore, done_s: list[float], token_ids: list[int], seed: int) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
         temperature=1.0,
         max_tokens=NEW_TOKENS,
-        seed=index,
+        seed=seed,
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
@@ -126,10 +134,17 @@ async def _one(llm: Any, places: asyncio.Semaphore, round_: int, index: int) -> 
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-    tokens = {"type": "token", "prompt_token_ids": prompt(index // GROUP)}
+    tokens = {"type": "token", "prompt_token_ids": token_ids}
     async with places:
-        async for output in llm.generate(tokens, params, f"direct-{round_}-{index}"):
+        async for output in llm.generate(tokens, params, f"direct-{uuid.uuid4().hex}"):
             assert len(output.outputs[0].token_ids) == NEW_TOKENS
+    done_s.append(time.monotonic())
+
+
+def rate(done_s: list[float]) -> float:
+    """Tokens per second of the steady state, from the times at which samples were done."""
+    done_s.sort()
+    return SAMPLES * NEW_TOKENS / (done_s[EDGE_SAMPLES + SAMPLES - 1] - done_s[EDGE_SAMPLES - 1])
 
 
 def run_engine() -> None:
@@ -194,40 +209,46 @@ def make_spec(folder: Path, dtype: str) -> RunSpec:
 
 
 class Buffer(ScriptedBuffer):
-    """The stand-in for the buffer; notes when leases go out and results come in."""
+    """The stand-in for the buffer; notes when results come in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ttl_s = LEASE_S
-        self.finished = 0
-        self.last_submit_s = 0.0
+        self.done_s: list[float] = []
+        self.measurements = len(IN_FLIGHT)
 
     async def SubmitSamples(self, request: Any, context: Any) -> Any:
         for sample in request.samples:
             assert len(sample.response_token_ids) == len(sample.rollout_log_probs) == NEW_TOKENS
-        self.finished += len(request.samples)
-        self.last_submit_s = time.monotonic()
+        self.done_s += [time.monotonic()] * len(request.samples)
         return buffer_pb2.SubmitSamplesResponse()
 
-    async def tokens_per_s(self, samples: int, first_group: int) -> float:
-        """Hand out so many samples and wait for all."""
-        goal = self.finished + samples
-        begun = time.monotonic()
-        for index in range(samples // GROUP):
-            self.add(_lease(first_group + index))
+    async def asked(self) -> None:
+        """Wait until a gateway asks for work."""
+        self.lease_requests.clear()
         async with asyncio.timeout(WORK_S):
-            while self.finished < goal:  # noqa: ASYNC110  grows in calls of the gateway
+            while not self.lease_requests:  # noqa: ASYNC110  grows in calls of the gateway
                 await asyncio.sleep(0.01)
-        return samples * NEW_TOKENS / (self.last_submit_s - begun)
+
+    async def tokens_per_s(self) -> float:
+        """Hand out the samples of a measurement and wait for all."""
+        self.done_s.clear()
+        self.measurements += 1
+        for index in range(TOTAL_SAMPLES // GROUP):
+            self.add(_lease(self.measurements, index))
+        async with asyncio.timeout(WORK_S):
+            while len(self.done_s) < TOTAL_SAMPLES:  # noqa: ASYNC110  grows in calls of the gateway
+                await asyncio.sleep(0.01)
+        return rate(self.done_s)
 
 
-def _lease(index: int) -> buffer_pb2.WorkLease:
+def _lease(measurement: int, index: int) -> buffer_pb2.WorkLease:
     return buffer_pb2.WorkLease(
         lease_token=b"t",
-        group_id=f"g{index}",
+        group_id=f"g{measurement}-{index}",
         attempt=1,
         ttl=duration(LEASE_S),
-        prompt_token_ids=prompt(index),
+        prompt_token_ids=prompt(measurement, index),
         sampling_params=sampling(1.0, NEW_TOKENS),
         pending_samples=[common_pb2.Sample(sample_index=one) for one in range(GROUP)],
         seed=GROUP * index,
@@ -254,29 +275,35 @@ def cpu_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(folder: Path, dtype: str) -> dict[str, float]:
-    """All figures of one engine."""
-    spec, spec_file, buffer = make_spec(folder, dtype), folder / "run.toml", Buffer()
+async def measure(folder: Path, dtype: str) -> list[Row]:
+    """All figures of one engine, a row for each number of samples in flight."""
+    spec, buffer, rows = make_spec(folder, dtype), Buffer(), list[Row]()
     async with served(buffer, spec.services.buffer.grpc_port):
-        with process(MODULE, spec_file) as engine, process(GATEWAY, spec_file) as gateway:
-            begun = time.monotonic()
+        with process(MODULE, folder / "run.toml") as engine:
             async with client_of(spec, START_S) as client:
-                boot_s = time.monotonic() - begun
                 await client.update(Path("stand-in"), 0)
-                await buffer.tokens_per_s(WARM_SAMPLES, 0)
-                before = [cpu_seconds(child.pid) for child in (engine, gateway)]
-                served_rate = await buffer.tokens_per_s(SAMPLES, WARM_SAMPLES)
-                spent = [cpu_seconds(c.pid) - b for c, b in zip((engine, gateway), before, strict=True)]
-    direct_rate = json.loads((spec.run_dir / DIRECT).read_text())["tokens_per_s"]
-    tokens = SAMPLES * NEW_TOKENS
-    return {
-        "direct_tokens_per_s": direct_rate,
-        "gateway_tokens_per_s": served_rate,
-        "ratio": served_rate / direct_rate,
-        "engine_cpu_us_per_token": spent[0] / tokens * 1e6,
-        "gateway_cpu_us_per_token": spent[1] / tokens * 1e6,
-        "boot_and_direct_s": boot_s,
-    }
+                direct = json.loads((spec.run_dir / DIRECT).read_text())
+                for in_flight in IN_FLIGHT:
+                    limit = {"engine": spec.engine.model_copy(update={"server_concurrency": in_flight})}
+                    (folder / "gateway.toml").write_text(spec.model_copy(update=limit).to_toml())
+                    with process(GATEWAY, folder / "gateway.toml") as gateway:
+                        found = await measure_gateway(buffer, engine.pid, gateway.pid)
+                    rows.append(
+                        {"engine": dtype, "in flight": in_flight, "direct tok/s": direct[str(in_flight)], **found}
+                    )
+    for row in rows:
+        row["ratio"] = row["gateway tok/s"] / row["direct tok/s"]
+    return rows
+
+
+async def measure_gateway(buffer: Buffer, *processes: int) -> Row:
+    """The rate through the gateway, and CPU time of engine and gateway."""
+    await buffer.asked()
+    before = list(map(cpu_seconds, processes))
+    tokens_per_s = await buffer.tokens_per_s()
+    spent = [cpu_seconds(pid) - b for pid, b in zip(processes, before, strict=True)]
+    engine_us, gateway_us = (one / TOTAL_SAMPLES / NEW_TOKENS * 1e6 for one in spent)
+    return {"gateway tok/s": tokens_per_s, "engine CPU us/token": engine_us, "gateway CPU us/token": gateway_us}
 
 
 def main() -> None:
@@ -290,28 +317,13 @@ def main() -> None:
         (folder / "model").mkdir()
         save_checkpoint(folder / "model")
         try:
-            figures = asyncio.run(measure(folder, args.dtype))
+            rows = asyncio.run(measure(folder, args.dtype))
         except BaseException:
             for log in sorted(folder.glob("*.log")):
                 print(f"---- {log.name}", *log.read_text().splitlines()[-LOG_LINES:], sep="\n")
             raise
-    report(args.dtype, figures, args.out)
-
-
-def report(dtype: str, figures: dict[str, float], out: Path) -> None:
-    """A table on standard output, and a file."""
-    import torch
-    import vllm
-
-    machine = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    for name, value in figures.items():
-        print(f"{dtype:5} {name:28} {value:12,.3f}")
-    out.write_text(json.dumps({"machine": machine, "dtype": dtype, "figures": figures}, indent=1) + "\n")
+    print(table(rows))
+    write_record(args.out, f"gateway_{args.dtype}", rows)
 
 
 die_with_parent_if_spawned(__name__)

@@ -1,6 +1,6 @@
 """Speed of the kernels of weight_sync on one GPU: block quantisation, encoding of a bucket, digest.
 
-    PYTHONPATH=.:protos/gen python3 benchmarks/gpu_quantize.py --out quantize.json
+    python -m benchmarks.gpu_quantize --out quantize.json
 
 Prints, for each variant, bytes read and written, TB/s from the call until the device is done (median), TB/s of what the
 device does (mean, by the profiler), and whether the bytes equal the reference. Inputs are far larger than the
@@ -12,22 +12,19 @@ second-level cache.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import triton
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.records import table, write_record
 from services.weight_sync.fingerprint import digest_bucket
 from services.weight_sync.fingerprint_triton import digest_cuda
 from services.weight_sync.layout import offsets, padded, quantised_bytes
@@ -67,24 +64,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the figures")
     out = parser.parse_args().out
-    print(f"{'workload':22} {'variant':24} {'GB moved':>9} {'TB/s':>7} {'device':>7}  equal bytes")
     figures = []
     for figure in measure():
-        device = figure.device_terabytes_per_s
-        print(
-            f"{figure.workload:22} {figure.variant:24} {figure.gigabytes:9.2f} {figure.terabytes_per_s:7.2f}"
-            f" {device or float('nan'):7.2f}  {'yes' if figure.equal else 'NO'}",
-            flush=True,
-        )
-        figures.append(asdict(figure))
-    report = {
-        "machine": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "figures": figures,
-    }
-    out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(0 if all(figure["equal"] for figure in figures) else 1)
+        print(figure, flush=True)
+        figures.append(figure)
+    rows = [
+        {
+            "workload": one.workload,
+            "variant": one.variant,
+            "GB moved": one.gigabytes,
+            "TB/s": one.terabytes_per_s,
+            "TB/s on the device": one.device_terabytes_per_s,
+            "bytes equal": "yes" if one.equal else "no",
+        }
+        for one in figures
+    ]
+    print(table(rows))
+    write_record(out, "quantize", rows)
+    sys.exit(0 if all(one.equal for one in figures) else 1)
 
 
 def measure() -> Iterator[Figure]:

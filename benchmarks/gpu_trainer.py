@@ -1,6 +1,6 @@
 """Speed and memory of the trainer on one GPU: a Qwen3-0.6B shape with random weights, 16,384 tokens in a micro-batch.
 
-    PYTHONPATH=.:protos/gen python3 benchmarks/gpu_trainer.py --out trainer.json [--profile]
+    python -m benchmarks.gpu_trainer --out trainer.json [--profile]
 
 A step is forward, backward and optimizer over one pack, with the policy loss on every token. Memory is the peak above
 weights, gradients and optimizer state. MFU counts 6 FLOP for a parameter and token, and causal attention three times
@@ -17,13 +17,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.records import table, write_record
 from services.common.spec import RunSpec
 from services.trainer import megatron
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
@@ -200,14 +200,6 @@ def print_profile(steps: Steps) -> None:
         print(f"{sum(times) / 2e3:8.2f} ms {len(times) // 2:5} calls a step  {name[:140]}")
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """All figures of all rows."""
-    names = list(rows[0])
-    print("  ".join(f"{name:>18}" if name == "packing" else f"{name:>12}" for name in names))
-    for row in rows:
-        print("  ".join(f"{row[n]:>18}" if n == "packing" else f"{row[n]:>12,.1f}" for n in names))
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,19 +212,12 @@ def main() -> None:
         learner = make_learner(Path(folder))
     base_bytes = torch.cuda.memory_allocated()
     rows = [measure(learner, name, options.steps, base_bytes) for name in PACKINGS]
-    print_table(rows)
+    print(table(rows), f"\nweights, gradients and optimizer state: {base_bytes / 1e9:.1f} GB", flush=True)
     if options.profile:
         steps = Steps(learner, PACKINGS["8 x 2,048"])
         print_profile(steps)
         print_synchronisations(steps)
-    found = {
-        "machine": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "state_gb": base_bytes / 1e9,
-        "rows": rows,
-    }
-    options.out.write_text(json.dumps(found, indent=1))
+    write_record(options.out, "trainer", rows)
     megatron.destroy()
 
 

@@ -1,6 +1,6 @@
 """Updates of a real engine with the weights of a Qwen3 model, phase by phase.
 
-    PYTHONPATH=.:protos/gen python3 benchmarks/gpu_weight_sync.py --gpus 2 --model 8b --out weight_sync.json
+    python -m benchmarks.gpu_weight_sync --gpus 2 --model 8b --out weight_sync.json
 
 The real agent, coordinator and engine service, as processes; a stand-in for the trainer holds random bfloat16 weights
 and shares them by CUDA IPC. With two GPUs trainer and agent are on the first and the engine on the second (NCCL), with

@@ -178,8 +178,12 @@ async def evaluation_samples(
     spec: RunSpec, stub: buffer_pb2_grpc.BufferServiceAsyncStub
 ) -> dict[int, list[common_pb2.Sample]]:
     """Samples of the evaluations by step of the version that generated them, in order of the data file."""
-    listing = buffer_pb2.ListGroupsRequest(run_id=spec.run_id, kind=buffer_pb2.WORK_KIND_EVALUATION)
-    groups = (await call(stub.ListGroups, listing, timeout_s=5)).groups
+    listing = buffer_pb2.ListGroupsRequest(run_id=spec.run_id, kind=buffer_pb2.WORK_KIND_EVALUATION, page_size=1000)
+    groups: list[buffer_pb2.GroupSummary] = []
+    while not groups or listing.page_token:
+        page = await call(stub.ListGroups, listing, timeout_s=5)
+        groups += page.groups
+        listing.page_token = page.next_page_token
     found: dict[int, list[common_pb2.Sample]] = {}
     for group in sorted(groups, key=lambda one: one.prompt_index):
         request = buffer_pb2.GetGroupRequest(run_id=spec.run_id, group_id=group.group_id)

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 gpus=${1:?usage: tests/gpu/run.sh 1|2 [PARTS]} parts=${2:-} logs=${LOGS:-$(mktemp -d)}
+mkdir -p "$logs"
 export PYTHONPATH=$PWD:$PWD/protos/gen
 if [ -n "$parts" ]; then
   site=${SITE:-/tmp/flotilla-site}

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500), pytest.mark.skipif(not 
 STEPS = 12
 TRAINING_ROWS, HELD_OUT_ROWS = 1024, 64
 RISE = 0.1
-ENGINES_AT_ONCE = 5
+ENGINES_AT_ONCE = 7
 TIE_RESPONSES = 0.05
 """Share of responses that may differ: two logits that bfloat16 cannot tell apart fall either way with the batch."""
 
