@@ -68,7 +68,7 @@ def _digest_share(
     tl.atomic_add(sums_ptr + 1, tl.sum(high).to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def digest_cuda(bucket: WireBucket, buffer: torch.Tensor, warps: int = 4) -> Digest:
+def digest_cuda(bucket: WireBucket, buffer: torch.Tensor, warps: int = 8) -> Digest:
     """Digest of an encoded bucket on CUDA, on the current stream; waits for the result.
 
     Args:
