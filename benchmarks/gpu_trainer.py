@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.records import table, write_record
+from benchmarks.records import need_gpus, table, write_record
 from services.common.spec import RunSpec
 from services.trainer import megatron
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each row")
     parser.add_argument("--profile", action="store_true", help="also print kernels, idle time and waits of the host")
     options = parser.parse_args()
+    need_gpus(parser)
     megatron.initialize(seed=1)
     with tempfile.TemporaryDirectory() as folder:
         learner = make_learner(Path(folder))

@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import table, write_record
+from benchmarks.records import need_gpus, table, write_record
 from services.weight_sync.records import PolicyVersion
 from tests.weight_sync_fleet import Fleet, Process, start
 
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--visible", choices=["own", "all"], default="own", help="GPUs that each process sees")
     parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
     args = parser.parse_args()
+    need_gpus(parser, args.gpus)
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "engine.log"
         try:

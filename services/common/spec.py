@@ -236,7 +236,15 @@ class DeviceEndpoint(Endpoint):
     """Where a process that computes on GPUs listens, and on which."""
 
     gpus: list[Annotated[int, Field(ge=0)]] = []
-    """CUDA devices that `flotilla up` lets the process see; none named leaves all visible."""
+    """CUDA devices that `flotilla up` lets the process see; trainer and engine use the first. None named leaves all
+    visible, or none where vLLM is installed for the CPU."""
+
+    @field_validator("gpus")
+    @classmethod
+    def _each_once(cls, value: list[int]) -> list[int]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"{value} names a GPU twice")  # CUDA would show the process none
+        return value
 
 
 def _default_endpoint(offset: int) -> Endpoint:

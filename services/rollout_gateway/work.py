@@ -152,10 +152,15 @@ class WorkLoop:
     async def _room(self) -> int:
         """How many groups there is room for; waits until there is some, and a moment longer for more."""
         with self._board.waiting("room for more groups on engines that serve"):
-            while self.paused or self._free_samples() <= 0:
-                await self._pool.change()
-            await asyncio.sleep(GATHER_S)
-        return max(1, self._free_samples() // self._spec.rollout.n_samples_per_prompt)
+            while True:
+                while not self._has_room():
+                    await self._pool.change()
+                await asyncio.sleep(GATHER_S)
+                if self._has_room():
+                    return max(1, self._free_samples() // self._spec.rollout.n_samples_per_prompt)
+
+    def _has_room(self) -> bool:
+        return not self.paused and self._free_samples() > 0
 
     def _free_samples(self) -> int:
         return self._pool.capacity() - sum(len(held.group.unfinished()) for held in self._held.values())

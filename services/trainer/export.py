@@ -41,10 +41,10 @@ class Slice:
     strides: tuple[int, ...]
 
 
-def plan_slices(tensors: dict[str, Tensor]) -> tuple[list[Slice], int]:
-    """Place whole tensors one after another. Returns the slices and the bytes that they need."""
+def plan_slices(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Slice], int]:
+    """Place whole tensors, given by name, one after another. Returns the slices and the bytes that they need."""
     slices, offset = [], 0
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         shape = tuple(tensor.shape)
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -64,7 +64,7 @@ class SharedWeights:
     def __init__(self, run_id: str, rank: int, learner: Learner) -> None:
         self.path = shared_memory_path(run_id, rank)
         self._learner = learner
-        self.slices, self.size_bytes = plan_slices(dict(hf_tensors(learner.module, learner.model)))
+        self.slices, self.size_bytes = plan_slices(hf_tensors(learner.module, learner.model))
         self.path.unlink(missing_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -93,7 +93,7 @@ class CudaWeights:
             FailedPrecondition: torch allocates in a way that cannot be shared.
         """
         self._tensors = tensors
-        self.slices, size_bytes = plan_slices(dict(tensors()))
+        self.slices, size_bytes = plan_slices(tensors())
         self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.memory = export_memory(self._flat)
 

@@ -91,7 +91,7 @@ def initialize(seed: int) -> None:
     if not ON_CUDA:
         mcore_cpu.adopt_modules()
     else:
-        torch.cuda.set_device(0)  # the process sees one GPU; NCCL would guess otherwise
+        torch.cuda.set_device(0)  # of those that the process sees; NCCL would guess otherwise
     mcore_fixes.install()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(BACKEND, store=store, rank=0, world_size=1)

@@ -27,7 +27,7 @@ class GlooLink:
         # The name of a host need not lead to an address that works, not even from the host itself.
         local = _is_loopback(seat.rendezvous)
         options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
-        self._group = gloo(meeting.store(seat.left()), seat.rank, seat.world_size, options)
+        self._group = gloo(meeting.leave_store(seat.left()), seat.rank, seat.world_size, options)
 
     def send(self, buffers: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
         """Send each buffer to all the ranks at the same time, and wait until they have confirmed the last."""

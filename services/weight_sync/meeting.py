@@ -21,8 +21,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from services.common.cuda_ipc import gpu_uuid
 
 ABORTED = "aborted"
-STORE_REACH_S = 5.0
-"""A store that lives answers within milliseconds."""
+PROBE_S = 5.0
+"""A store that lives accepts within milliseconds."""
+STORE_REACH_S = 15.0
+"""torch looks up the name of the store's address at every connection, and a resolver that lost an answer waits for 5 s
+before it asks again."""
 POLL_S = 0.0005
 LOOK_S = 0.05
 """Between two looks at the store, whether somebody aborted the session."""
@@ -100,6 +103,11 @@ class Meeting:
         """Another connection to the store, for use in another thread."""
         return connect_store(self.seat.rendezvous, self.seat.session_id, timeout)
 
+    def leave_store(self, timeout: timedelta) -> Store:
+        """This rank's own connection to the store, once it has nothing more to say or hear."""
+        self._store.set_timeout(timeout)
+        return self._store
+
     def say(self, topic: str, text: str) -> None:
         """Let the other ranks hear something."""
         self._store.set(f"{topic}/{self.seat.rank}", text)
@@ -136,7 +144,7 @@ def connect_store(rendezvous: str, session_id: str, timeout: timedelta = timedel
     """The part of a session in the store. Raises OSError or DistError if nobody listens there."""
     host, _, port = rendezvous.rpartition(":")
     # torch goes on trying for several times its timeout where nobody listens.
-    socket.create_connection((host, int(port)), STORE_REACH_S).close()
+    socket.create_connection((host, int(port)), PROBE_S).close()
     return PrefixStore(session_id, TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
 
 

@@ -37,7 +37,6 @@ class Staged:
     buffers: list[torch.Tensor] = field(repr=False)
     """One for each bucket."""
     digest: str
-    connect_seconds: float
     wire_seconds: float
 
 
@@ -81,7 +80,6 @@ class Reception:
             return {
                 "state": self.state,
                 "digest": staged.digest if staged else "",
-                "connect_seconds": staged.connect_seconds if staged else 0.0,
                 "wire_seconds": staged.wire_seconds if staged else 0.0,
                 "error": self.error,
             }
@@ -109,7 +107,10 @@ class Reception:
         if self.load_seconds is None:
             begun = time.monotonic()
             self.state = "failed"  # until all is loaded: a load that broke off must not be taken for complete
-            reload(self._tensors(self._staged.buffers, model_dtype, keep_fp8))
+            try:
+                reload(self._tensors(self._staged.buffers, model_dtype, keep_fp8))
+            finally:
+                self._staged.buffers.clear()  # memory that the next session needs
             if self._seat.device.type == "cuda":
                 torch.cuda.synchronize(self._seat.device)
             self.state, self.load_seconds = "received", time.monotonic() - begun
@@ -143,7 +144,7 @@ class Reception:
             transport.receive(staging.messages, staging.sources)
             wire_seconds = time.monotonic() - begun
         digest = total(map(digest_bucket, self._buckets, staging.buffers))
-        return Staged(staging.buffers, str(digest), transport.connect_seconds, wire_seconds)
+        return Staged(staging.buffers, str(digest), wire_seconds)
 
     def _complete(self, staged: Staged) -> None:
         with self._lock:

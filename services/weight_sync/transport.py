@@ -5,8 +5,9 @@
                                          copies them (NCCL takes one rank for each GPU)
     on GPUs, each with its own           NCCL
 
-Between GPUs a receiver says in the store when it has everything. Nothing waits beyond the deadline of the session, and
-an abort, here or at any other rank, ends every wait.
+Between GPUs a receiver says in the store when it has everything. Nothing waits beyond the deadline of the session. An
+abort, here or at any other rank, ends every wait for ranks to join and every wait between GPUs; a wait inside gloo ends
+with its connections.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -4,13 +4,20 @@
 #   tests/gpu/run.sh 2 [PARTS]   # what takes two
 # PARTS: folder with the output of host/pack.sh, for a host without vLLM and without a network. LOGS: where logs go.
 set -euo pipefail
+gpus=${1:-} parts=${2:+$(realpath -- "$2")} logs=$(realpath -- "${LOGS:-$(mktemp -d)}")
+if [[ $gpus != [12] || $# -gt 2 ]]; then
+  echo "usage: tests/gpu/run.sh 1|2 [PARTS]" >&2
+  exit 2
+fi
 cd "$(dirname "$0")/../.."
-gpus=${1:?usage: tests/gpu/run.sh 1|2 [PARTS]} parts=${2:-} logs=${LOGS:-$(mktemp -d)}
 mkdir -p "$logs"
 export PYTHONPATH=$PWD:$PWD/protos/gen
 if [ -n "$parts" ]; then
   site=${SITE:-/tmp/flotilla-site}
-  [ -d "$site/vllm" ] || tests/gpu/host/unpack.sh "$parts" "$site"
+  if [ ! -e "$site/complete" ]; then
+    tests/gpu/host/unpack.sh "$parts" "$site"
+    touch "$site/complete"
+  fi
   PYTHONPATH=$site:$site/vllm:$PYTHONPATH
 fi
 # Models this small need no kernels that are compiled at start.

@@ -188,10 +188,25 @@ def test_dry_run_prints_the_resolved_spec(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_gpu_that_is_not_there(tmp_path):
+def test_gpus_that_are_not_there(tmp_path, monkeypatch):
     spec = on_free_ports(tmp_path)
     trainer = spec.services.trainer.model_copy(update={"gpus": [0, 2]})
     named = spec.model_copy(update={"services": spec.services.model_copy(update={"trainer": trainer})})
+    with pytest.raises(SpecError, match=r"services\.trainer\.gpus: vLLM is installed for the CPU"):
+        check_gpus(named, found=3)
+    monkeypatch.setattr(preflight, "engines_on_cpu", lambda: False)
     check_gpus(named, found=3)
     with pytest.raises(SpecError, match=r"services\.trainer\.gpus: there is no GPU 2; this machine has 2"):
         check_gpus(named, found=2)
+    with pytest.raises(SpecError, match=r"services\.trainer\.gpus: there is no GPU 2; this machine has none$"):
+        check_gpus(named, found=0)
+
+
+def test_a_weight_agent_sees_the_gpu_of_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "engines_on_cpu", lambda: False)
+    agent = "[[services.weight_agents]]\ngrpc_port = 9000\nhttp_port = 9001\ngpus = "
+    for gpus in ("[]", "[1]", "[0, 1]"):
+        check_gpus(spec_of(tmp_path, more=f"[services.trainer]\ngpus = [1]\n{agent}{gpus}\n"), found=2)
+    apart = spec_of(tmp_path, more=f"[services.trainer]\ngpus = [1]\n{agent}[0]\n")
+    with pytest.raises(SpecError, match=r"services\.weight_agents\.0\.gpus: the trainer computes on GPU 1"):
+        check_gpus(apart, found=2)

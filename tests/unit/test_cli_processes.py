@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from services.cli import processes
 from services.cli.processes import find_redis, listening_ports, process_table
 from services.common.spec import load_run
 
@@ -114,3 +117,10 @@ def test_gpus_are_shown_to_the_processes_that_name_them(tmp_path):
     _, table = table_of(tmp_path, "[services.trainer]\ngpus = [0]\n" + engines)
     visible = {name: one.environment.get("CUDA_VISIBLE_DEVICES") for name, one in table.items()}
     assert {name: gpus for name, gpus in visible.items() if gpus} == {"trainer": "0", "engine-0": "1", "engine-1": "2"}
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_gpus_that_nobody_names_are_hidden_where_engines_are_on_the_cpu(tmp_path, monkeypatch, on_cpu):
+    monkeypatch.setattr(processes, "engines_on_cpu", lambda: on_cpu)
+    _, table = table_of(tmp_path, "")
+    assert table["trainer"].environment.get("CUDA_VISIBLE_DEVICES") == ("" if on_cpu else None)

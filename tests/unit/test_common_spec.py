@@ -87,6 +87,12 @@ def test_bad_values_name_the_field(run_file, override, words):
     assert all(word in message for word in words), message
 
 
+def test_a_gpu_is_named_once(run_file):
+    assert load_run(run_file, ["services.trainer.gpus=[1,0]"], {}).services.trainer.gpus == [1, 0]
+    words = refused(run_file, environ={"FLOTILLA__SERVICES__TRAINER__GPUS": "[0, 0]"})
+    assert "services.trainer.gpus: [0, 0] names a GPU twice" in words
+
+
 def test_missing_file_and_bad_toml(tmp_path):
     assert "no such run spec" in refused(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from demo import __main__ as demo
 from demo.__main__ import gpus, parse_arguments, prepare
 from demo.checks import check_model
 from demo.outcome import judge, judge_control, judge_quick, read_gain, read_rewards
@@ -154,6 +155,16 @@ def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
 def test_gpus_that_are_no_devices(text):
     with pytest.raises(argparse.ArgumentTypeError, match="give one device"):
         gpus(text)
+
+
+def test_gpus_that_are_not_there_are_refused_before_the_warm_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "count_gpus", lambda: 0)
+    monkeypatch.setattr(demo, "warm_up", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(sys, "argv", ["demo", "--gpus", "0"])
+    with pytest.raises(SpecError, match=r"services\.trainer\.gpus: there is no GPU 0; this machine has none"):
+        prepare(parse_arguments())
+    assert not list(tmp_path.iterdir())
 
 
 def test_gpus_place_trainer_and_engine(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from services.rollout_gateway.engine import versions
 from services.rollout_gateway.engine.arguments import plain_modules
 from services.rollout_gateway.engine.versions import VersionHistory
 from services.rollout_gateway.spans import Span, Version, spans_between
@@ -94,6 +95,18 @@ async def test_a_handler_that_failed_ends_the_wait():
     llm, history = await front_end()
     llm.outputs_queue.put_nowait("fail")
     with pytest.raises(RuntimeError, match="output handler"):
+        await history.change(NEW)
+    # Else asyncio logs it whenever it is collected; in the middle of a parse that breaks Python 3.11.
+    assert llm.output_handler and llm.output_handler.exception()
+
+
+async def test_a_handler_that_hangs_ends_the_wait(monkeypatch):
+    monkeypatch.setattr(versions, "DRAIN_S", 0.05)
+    llm, history = await front_end()
+    llm.slow_s = 60.0
+    llm.add("r")
+    llm.outputs_queue.put_nowait("r")
+    with pytest.raises(RuntimeError, match="has not taken in everything"):
         await history.change(NEW)
 
 

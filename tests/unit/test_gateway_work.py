@@ -10,6 +10,7 @@ import pytest
 from flotilla.buffer.v1 import buffer_pb2
 from flotilla.common.v1 import common_pb2
 from services.common.errors import Aborted, FailedPrecondition, InvalidArgument
+from services.rollout_gateway import work
 from services.rollout_gateway.registry import EngineState
 from tests.unit.gateway_peers import V2, ScriptedEngine, ended, gateway, make_lease, until
 
@@ -223,6 +224,24 @@ async def test_nothing_is_leased_without_an_engine_that_serves_or_while_paused()
         await asyncio.sleep(0.1)
         assert not world.buffer.lease_requests
         world.work.set_paused(False)
+        await until(lambda: len(world.buffer.submitted) == 2)
+
+
+@pytest.mark.parametrize("how", ["paused", "lost"])
+async def test_nothing_is_leased_where_the_room_closes_while_more_is_gathered(monkeypatch, how):
+    monkeypatch.setattr(work, "GATHER_S", 0.2)
+    async with gateway() as world:
+        world.buffer.add(make_lease())
+        entry = await world.add_engine(ScriptedEngine())
+        await asyncio.sleep(0.05)
+        if how == "paused":
+            world.work.set_paused(True)
+        else:
+            world.pool.lose(entry, "test")
+        await asyncio.sleep(0.4)
+        assert not world.buffer.lease_requests
+        world.work.set_paused(False)
+        await world.add_engine(ScriptedEngine(), "another")
         await until(lambda: len(world.buffer.submitted) == 2)
 
 

@@ -44,7 +44,7 @@ def test_slices_lie_one_after_another() -> None:
         "b": torch.zeros(7, dtype=torch.bfloat16),
         "c": torch.zeros(2, 3, 4),
     }
-    slices, size = plan_slices(tensors)
+    slices, size = plan_slices(tensors.items())
     assert [one.offset_bytes for one in slices] == [0, 64, 128]
     assert size == 128 + 128
     assert all(one.offset_bytes % ALIGNMENT_BYTES == 0 for one in slices)

@@ -15,6 +15,7 @@ import torch
 from flotilla.weight_sync.v1 import agent_pb2
 from services.common.errors import Aborted, FailedPrecondition, InvalidArgument
 from services.weight_sync.agent import held as held_module
+from services.weight_sync.agent.held import Held
 from services.weight_sync.agent.holder import Holder
 from services.weight_sync.agent.memory import map_memory, read_tensors
 from services.weight_sync.agent.service import map_registered
@@ -168,8 +169,10 @@ async def test_a_read_that_failed_is_tried_again(shared, monkeypatch):
     agent = Holder()
     agent.register(map_memory(str(shared), write(shared, x), [whole("a", x)]))
     monkeypatch.setattr(held_module, "read_tensors", lambda registration: 1 / 0)
+    before = agent.incarnation
     agent.announce(V1)
     assert await agent.wait_read(V1, 0.2) is None
+    assert agent.incarnation != before, "the trainer sees that it must announce again"
     monkeypatch.setattr(held_module, "read_tensors", read_tensors)
     agent.announce(V1)
     held = await agent.wait_read(V1, 10.0)
@@ -197,6 +200,16 @@ async def test_a_version_that_is_held_for_another_plan_alone_is_forgotten(shared
     assert agent.held is None and agent.incarnation != before, "the trainer sees that it must announce again"
     agent.announce(V1)
     assert await agent.wait_read(V1, 10.0)
+
+
+def test_a_version_that_was_given_up_meanwhile_cannot_be_encoded_in_other_buckets():
+    """As when two transfers with different plans start before the first has encoded."""
+    held = Held(V1, (), {"a": torch.arange(4.0)}, 0.0)
+    first = held.encode((bucket("a"),), torch.device("cpu"))
+    held.tensors.clear()
+    with pytest.raises(Aborted, match="held for another plan"):
+        held.encode((bucket("a"), bucket("a")), torch.device("cpu"))
+    assert held.encode((bucket("a"),), torch.device("cpu")) is first
 
 
 def test_a_registration_names_one_kind_of_memory(shared):

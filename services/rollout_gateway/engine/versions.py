@@ -11,20 +11,25 @@ processor, and that `AsyncLLM.generate` registers a request there before it firs
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from services.rollout_gateway.spans import Start, Version
 
 LOOK_AGAIN_S = 0.001
+DRAIN_S = 60.0
+"""What is on its way is taken in within milliseconds; a vLLM of another kind may never seem to be done."""
 
 
 class VersionHistory:
     """The versions that each running response has seen."""
 
     def __init__(self, llm: Any, version: Version) -> None:
-        """Args:
-        llm: An AsyncLLM that has not begun to generate.
-        version: The weights that it has.
+        """Watch from now on.
+
+        Args:
+            llm: An AsyncLLM that has not begun to generate.
+            version: The weights that it has.
         """
         self._llm = llm
         self._version = version
@@ -46,11 +51,14 @@ class VersionHistory:
         """Say that all later tokens are of a version. Call it while paused.
 
         Raises:
-            RuntimeError: vLLM's output handler has failed.
+            RuntimeError: vLLM's output handler has failed, or does not come to an end.
         """
+        deadline = time.monotonic() + DRAIN_S
         while not self._drained():
             if self._llm.output_handler.done():
                 raise RuntimeError("vLLM's output handler has failed")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM's output handler has not taken in everything within {DRAIN_S:.0f} s")
             await asyncio.sleep(LOOK_AGAIN_S)
         for state in self._llm.output_processor.request_states.values():
             if starts := self._starts.get(state.external_req_id):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.common.errors import Aborted
 from services.common.logs import get_logger
 from services.weight_sync.agent.memory import Registration, read_tensors, whole_tensors
 from services.weight_sync.digest import Digest, total
@@ -55,8 +56,15 @@ class Held:
         return bool(self.tensors) or (self.encoded is not None and self.encoded.buckets == buckets)
 
     def encode(self, buckets: tuple[WireBucket, ...], device: torch.device) -> Encoded:
-        """The encoded buckets; kept for the next transfer with the same plan. Raises ValueError as `quantize`."""
+        """The encoded buckets; kept for the next transfer with the same plan.
+
+        Raises:
+            ValueError: As `quantize`.
+            Aborted: Another transfer has encoded it in other buckets meanwhile, and given up the tensors.
+        """
         with self._lock:
+            if not self.fits(buckets):
+                raise Aborted(f"version {self.version} is held for another plan; it must be read again")
             if self.encoded is None or self.encoded.buckets != buckets:
                 begun = time.monotonic()
                 self.encoded = _encode(buckets, self.tensors, device)

@@ -117,9 +117,12 @@ class Holder:
                     log.info("read a version", version=str(version), seconds=held.read_quantise_seconds)
                     async with self._changed:
                         self._changed.notify_all()
-        except torch.AcceleratorError as error:
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
             log.error("CUDA failed under a read", error=str(error))
             self._on_broken(error)
+        except Exception as error:
+            log.error("a read failed; the trainer sees another incarnation and announces anew", exc_info=error)
+            self.incarnation = uuid.uuid4().hex
         finally:
             self._pending = self._reader = None
             self._close_replaced()

@@ -1,7 +1,8 @@
 """Runs transfer sessions, one at a time, each in a thread of its own that may outlive its session.
 
-Nothing can interrupt a thread that waits for the network. An abort therefore answers the caller at once, wakes ranks
-that are still joining, and leaves the thread to end with its connections, or at the deadline of the session at last.
+Nothing can interrupt a thread that waits inside gloo. An abort therefore answers the caller at once, wakes ranks that
+are still joining or wait between GPUs, and leaves a thread inside gloo to end with its connections, or at the deadline
+of the session at last.
 """
 
 from __future__ import annotations
