@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import QWEN3
 from benchmarks.records import Row, need_gpus, table, write_record
 from flotilla.buffer.v1 import buffer_pb2, buffer_pb2_grpc, registry_pb2_grpc
 from flotilla.common.v1 import common_pb2
@@ -57,18 +58,6 @@ LOG_LINES = 60
 MODULE = "benchmarks.gpu_gateway"
 GATEWAY = "services.rollout_gateway"
 DIRECT = "direct.json"
-QWEN3_06B = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
 
 
 def prompt(measurement: int, index: int) -> list[int]:
@@ -160,15 +149,14 @@ def save_checkpoint(path: Path) -> None:
     """Random bf16 weights of the Qwen3-0.6B shape, with a tokenizer."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.tiny_models import save_tokenizer
 
     save_tokenizer(path)
-    config = Qwen3Config(**QWEN3_06B, architectures=["Qwen3ForCausalLM"])
-    config.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(QWEN3["0.6b"]))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     tensors = {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, device="cuda")

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.models import QWEN3
 from benchmarks.records import need_gpus, table, write_record
 from services.common.spec import RunSpec
 from services.trainer import megatron
@@ -30,20 +31,7 @@ from services.trainer.batch import Batch, MicroBatch, Row, Sample
 from services.trainer.model import read_config
 from services.trainer.step import Learner
 
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 28,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
-}
+MODEL = QWEN3["0.6b"]
 PACKINGS = {
     "8 x 2,048": [2048] * 8,
     "1 x 16,384": [16_384],
@@ -57,7 +45,7 @@ WARM_STEPS = 3
 
 def make_learner(folder: Path) -> Learner:
     """A model of random weights, and its optimizer."""
-    (folder / "config.json").write_text(json.dumps(QWEN3_06B))
+    (folder / "config.json").write_text(json.dumps(MODEL))
     rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "max_response_tokens": 1024}
     spec = RunSpec.model_validate(
         {
@@ -81,7 +69,7 @@ def make_batch(lengths: list[int]) -> tuple[Batch, list[Sample]]:
     draw = torch.Generator().manual_seed(0)
     samples = []
     for length in lengths:
-        tokens = torch.randint(0, QWEN3_06B["vocab_size"], (length + 1,), generator=draw).tolist()
+        tokens = torch.randint(0, MODEL["vocab_size"], (length + 1,), generator=draw).tolist()
         samples.append(Sample((tokens[0],), tuple(tokens[1:]), (-12.0,) * length, (1,) * length))
     rows = tuple(Row((-1.0) ** index, length) for index, length in enumerate(lengths))
     return Batch(0, "", rows, (len(rows),), (MicroBatch(0, tuple(range(len(rows)))),), {}), samples
@@ -148,8 +136,8 @@ def measure(learner: Learner, name: str, count: int, base_bytes: int) -> dict[st
     peak = torch.cuda.max_memory_allocated() - base_bytes
     tokens, parameters = sum(lengths), sum(one.numel() for one in learner.module.parameters())
     context = sum(length * length for length in lengths) / 2
-    heads = QWEN3_06B["num_attention_heads"] * QWEN3_06B["head_dim"]
-    flops = 6 * parameters * tokens + 12 * QWEN3_06B["num_hidden_layers"] * heads * context
+    heads = MODEL["num_attention_heads"] * MODEL["head_dim"]
+    flops = 6 * parameters * tokens + 12 * MODEL["num_hidden_layers"] * heads * context
     return {
         "packing": name,
         "tok_s": tokens / row["step_ms"] * 1e3,

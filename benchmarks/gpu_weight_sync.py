@@ -22,6 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import QWEN3
 from benchmarks.records import need_gpus, table, write_record
 from services.weight_sync.records import PolicyVersion
 from tests.weight_sync_fleet import Fleet, Process, start
@@ -31,37 +32,6 @@ ENGINE_START_S, PUBLISH_S = 420.0, 60.0
 LOG_LINES = 60
 BAR_GB_PER_S = 221.0
 """Of two H200: 60 % of what NCCL send and receive reach."""
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "attention_bias": False,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-}
 ENGINE_ENVIRONMENT = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -114,7 +84,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], shapes: Shapes) -> No
 
 async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """One row for each version."""
-    config = QWEN3 | MODELS[args.model]
+    config = QWEN3[args.model]
     shapes = shapes_of(config)
     write_checkpoint(folder, config, shapes)
     trainer_gpus, engine_gpus = visible(args)
@@ -186,7 +156,7 @@ def report(figures: list[dict[str, Any]], gpus: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=[1, 2], default=2)
-    parser.add_argument("--model", choices=sorted(MODELS), default="8b")
+    parser.add_argument("--model", choices=sorted(QWEN3), default="8b")
     parser.add_argument(
         "--dtype", choices=["fp8", "bf16"], default="fp8", help="what travels and what the engine serves"
     )
