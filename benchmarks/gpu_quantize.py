@@ -25,8 +25,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.records import table, write_record
-from services.weight_sync.fingerprint import digest_bucket
-from services.weight_sync.fingerprint_triton import digest_cuda
+from services.weight_sync.digest_torch import digest_bucket
+from services.weight_sync.digest_triton import digest_cuda
 from services.weight_sync.layout import offsets, padded, quantised_bytes
 from services.weight_sync.quantize import Placement, quantize_reference, values_and_scales
 from services.weight_sync.quantize_triton import quantize_cuda

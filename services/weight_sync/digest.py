@@ -2,7 +2,7 @@
 
 Two lanes of 64 bits; each is the wrapping sum over all 64-bit words of mix(tensor key, word offset, word). The digest
 of a whole is the sum of the digests of its parts, so that senders and receivers need not see the same parts.
-`fingerprint` computes it.
+`digest_torch` and `digest_triton` compute it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from flotilla.rollout_gateway.v1 import engine_pb2
 from services.common.rpc import seconds
 from services.weight_sync import codec
 from services.weight_sync.digest import total
-from services.weight_sync.fingerprint import digest_bucket
+from services.weight_sync.digest_torch import digest_bucket
 from services.weight_sync.meeting import Seat, SessionError
 from services.weight_sync.staging import make_staging
 from services.weight_sync.streams import own_stream, with_index

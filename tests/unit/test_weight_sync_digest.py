@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.weight_sync import fingerprint
+from services.weight_sync import digest_torch
 from services.weight_sync.digest import Digest, tensor_key, total
-from services.weight_sync.fingerprint import STRIPE_WORDS, Run, digest_bucket, digest_bytes, runs
+from services.weight_sync.digest_torch import STRIPE_WORDS, Run, digest_bucket, digest_bytes, runs
 from services.weight_sync.records import WireBucket, WireFormat, WireTensor
 from tests import weight_sync_oracles as oracle
 
@@ -38,7 +38,7 @@ def test_whole_stripes_a_rest_and_chunks_equal_the_oracle(monkeypatch):
     data = {"a": some_bytes(8 * (3 * STRIPE_WORDS + 5))}
     whole = digest_of(data)
     assert str(whole) == oracle.digest({"a": data["a"].tobytes()})
-    monkeypatch.setattr(fingerprint, "CHUNK_STRIPES", 2)
+    monkeypatch.setattr(digest_torch, "CHUNK_STRIPES", 2)
     assert digest_of(data) == whole
 
 

@@ -16,7 +16,7 @@ from services.common.errors import Aborted
 from services.common.logs import get_logger
 from services.weight_sync.agent.memory import Registration, read_tensors, whole_tensors
 from services.weight_sync.digest import Digest, total
-from services.weight_sync.fingerprint import digest_bucket
+from services.weight_sync.digest_torch import digest_bucket
 from services.weight_sync.records import PolicyVersion, ShardSlice, WireBucket
 from services.weight_sync.staging import make_staging
 from services.weight_sync.streams import own_stream

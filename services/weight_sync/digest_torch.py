@@ -50,7 +50,7 @@ def digest_bucket(bucket: WireBucket, buffer: torch.Tensor) -> Digest:
         buffer: [bucket.wire_bytes] uint8, padding zero, on any device; on CUDA at an address that is a multiple of 16.
     """
     if buffer.is_cuda:
-        from services.weight_sync.fingerprint_triton import digest_cuda
+        from services.weight_sync.digest_triton import digest_cuda
 
         return digest_cuda(bucket, buffer)
     parts = ((t, buffer[start : start + padded(t.wire_bytes)]) for t, start in offsets(bucket))

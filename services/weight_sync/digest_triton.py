@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from services.weight_sync.digest import LANE_MASK, Digest
-from services.weight_sync.fingerprint import MIXER, ODD, SEEDS, STEP, STRIPE_WORDS, runs, signed
+from services.weight_sync.digest_torch import MIXER, ODD, SEEDS, STEP, STRIPE_WORDS, runs, signed
 from services.weight_sync.records import WireBucket
 
 SHARE_STRIPES = 16
@@ -21,7 +21,7 @@ TABLES = 1024
 
 @triton.jit
 def _mix(z, mixer: tl.constexpr):
-    """As `fingerprint` does it, on uint64: there `>>` is a logical shift."""
+    """As `digest_torch` does it, on uint64: there `>>` is a logical shift."""
     z = (z ^ (z >> 32)) * mixer
     z = (z ^ (z >> 32)) * mixer
     return z ^ (z >> 32)

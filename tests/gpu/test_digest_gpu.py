@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.weight_sync.digest import Digest
-from services.weight_sync.fingerprint import STRIPE_WORDS, digest_bucket, digest_bytes
+from services.weight_sync.digest_torch import STRIPE_WORDS, digest_bucket, digest_bytes
 from services.weight_sync.layout import padded
 from services.weight_sync.records import WireBucket, WireFormat, WireTensor
 
@@ -105,7 +105,7 @@ def test_another_layout_of_the_same_bytes_is_another_digest():
 
 @pytest.mark.parametrize("warps", [2, 8])
 def test_warps_do_not_matter(warps):
-    from services.weight_sync.fingerprint_triton import digest_cuda
+    from services.weight_sync.digest_triton import digest_cuda
 
     bucket = bucket_of(1, 70_001, 8)
     buffer = some_bytes(bucket.wire_bytes)
