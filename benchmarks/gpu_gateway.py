@@ -307,7 +307,7 @@ def main() -> None:
         save_checkpoint(folder / "model")
         try:
             rows = asyncio.run(measure(folder, args.dtype))
-        except BaseException:
+        except Exception:
             for log in sorted(folder.glob("*.log")):
                 print(f"---- {log.name}", *log.read_text().splitlines()[-LOG_LINES:], sep="\n")
             raise

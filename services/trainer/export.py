@@ -27,6 +27,9 @@ ALIGNMENT_BYTES = 64
 """A cache line, and more than any vector load needs."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+"""The weights as they are when it is called, by Hugging Face name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -61,10 +64,10 @@ def shared_memory_path(run_id: str, rank: int) -> Path:
 class SharedWeights:
     """This rank's weights in shared memory, under a name that outlives a killed trainer."""
 
-    def __init__(self, run_id: str, rank: int, learner: Learner) -> None:
+    def __init__(self, run_id: str, rank: int, tensors: Weights) -> None:
         self.path = shared_memory_path(run_id, rank)
-        self._learner = learner
-        self.slices, self.size_bytes = plan_slices(hf_tensors(learner.module, learner.model))
+        self._tensors = tensors
+        self.slices, self.size_bytes = plan_slices(tensors())
         self.path.unlink(missing_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -75,23 +78,14 @@ class SharedWeights:
 
     def write(self) -> None:
         """Copy the weights as they are now; nobody may be reading."""
-        tensors = hf_tensors(self._learner.module, self._learner.model)
-        copy_tensors(tensors, self.slices, torch.frombuffer(self._memory, dtype=torch.uint8))
+        copy_tensors(self._tensors(), self.slices, torch.frombuffer(self._memory, dtype=torch.uint8))
 
 
 class CudaWeights:
     """This rank's weights in memory of its GPU, which CUDA lets another process open; freed with the process alone."""
 
-    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], device: torch.device) -> None:
-        """Allocate.
-
-        Args:
-            tensors: The weights as they are now, by Hugging Face name.
-            device: Their GPU.
-
-        Raises:
-            FailedPrecondition: torch allocates in a way that cannot be shared.
-        """
+    def __init__(self, tensors: Weights, device: torch.device) -> None:
+        """Allocate on a GPU. Raises FailedPrecondition if torch allocates in a way that cannot be shared."""
         self._tensors = tensors
         self.slices, size_bytes = plan_slices(tensors())
         self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -106,9 +100,8 @@ class CudaWeights:
 def share_weights(run_id: str, rank: int, learner: Learner) -> SharedWeights | CudaWeights:
     """Room for a rank's weights where they are: in main memory or on its GPU."""
     device = next(learner.module.parameters()).device
-    if device.type == "cuda":
-        return CudaWeights(partial(hf_tensors, learner.module, learner.model), device)
-    return SharedWeights(run_id, rank, learner)
+    tensors = partial(hf_tensors, learner.module, learner.model)
+    return CudaWeights(tensors, device) if device.type == "cuda" else SharedWeights(run_id, rank, tensors)
 
 
 def copy_tensors(tensors: Iterable[tuple[str, Tensor]], slices: Sequence[Slice], flat: Tensor) -> None:

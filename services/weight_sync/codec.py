@@ -82,13 +82,6 @@ def memory_from_text(text: str) -> CudaMemory:
     return cuda_memory_from_proto(agent_pb2.CudaMemory.FromString(bytes.fromhex(text)))
 
 
-def parameter_to_proto(parameter: ManifestParameter) -> engine_pb2.ManifestParameter:
-    """As it travels."""
-    return engine_pb2.ManifestParameter(
-        name=parameter.name, shape=parameter.shape, dtype=parameter.dtype, quantisable=parameter.quantisable
-    )
-
-
 def parameter_from_proto(message: engine_pb2.ManifestParameter) -> ManifestParameter:
     """As it came."""
     return ManifestParameter(message.name, tuple(message.shape), message.dtype, message.quantisable)

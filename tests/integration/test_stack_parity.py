@@ -15,6 +15,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from services.trainer import megatron
 from services.trainer.batch import Sample
 from services.trainer.codec import slice_to_proto
 from services.trainer.export import SharedWeights
+from services.trainer.hf_mapping import hf_tensors
 from services.trainer.model import read_config
 from services.trainer.step import Learner, Metrics
 from services.weight_sync.peers import Engine, Peers
@@ -216,7 +218,8 @@ class Rig:
         self._spec, self._engine, self._peers = spec, engine, peers
         self._learner = Learner(spec, read_config(spec.model.hf_checkpoint))
         self._learner.load_initial_weights()
-        self.weights = SharedWeights(f"{spec.run_id}-{os.getpid()}", 0, self._learner)
+        tensors = partial(hf_tensors, self._learner.module, self._learner.model)
+        self.weights = SharedWeights(f"{spec.run_id}-{os.getpid()}", 0, tensors)
         self._cache, self._steps = PlanCache(), 0
 
     async def sync(self) -> None:

@@ -29,12 +29,12 @@ from flotilla.rollout_gateway.v1 import engine_pb2, engine_pb2_grpc, gateway_pb2
 from flotilla.weight_sync.v1 import agent_pb2, agent_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from services.common.errors import Aborted
 from services.common.rpc import bind_server, call, duration, make_server, open_channel
-from services.common.spec import RunSpec
 from services.weight_sync import codec
 from services.weight_sync.reception import Reception
 from services.weight_sync.records import PolicyVersion, ShardSlice
 from tests import weight_sync_oracles as oracle
 from tests.conftest import free_ports
+from tests.weight_sync_fleet import make_spec
 from tests.weight_sync_peers import Gateway, Registry, proto
 
 LIVE = registry_pb2.VERSION_STATE_LIVE
@@ -94,9 +94,10 @@ class Fleet:
     """The processes, and what stands around them."""
 
     def __init__(self, base: Path) -> None:
-        ports = free_ports(7)
+        ports = free_ports(8)
         self.registry, self.gateway, self.engine = Registry(), Gateway(), ReceivingEngine()
-        self.spec = make_spec(base, ports)
+        settings = {"session_timeout_s": 20, "bucket_bytes": 500_000}
+        self.spec = make_spec(base, ports, {"run_id": "test", "weight_sync": settings})
         self.run_file = base / "run.toml"
         self.run_file.write_text(self.spec.to_toml())
         self.engine_address = f"127.0.0.1:{ports[6]}"
@@ -193,31 +194,6 @@ class Fleet:
         bind_server(server, "127.0.0.1", self._ports[port])
         await server.start()
         self._servers.append(server)
-
-
-def make_spec(base: Path, ports: list[int]) -> RunSpec:
-    (base / "config.json").write_text("{}")
-    (base / "prompts.jsonl").write_text("")
-
-    def endpoint(grpc_port: int, http_port: int = 1) -> dict[str, int]:
-        return {"grpc_port": grpc_port, "http_port": http_port}
-
-    return RunSpec.model_validate(
-        {
-            "run_id": "test",
-            "run_dir": base / "run",
-            "model": {"hf_checkpoint": base},
-            "data": {"prompt_data": base / "prompts.jsonl"},
-            "rollout": {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2},
-            "weight_sync": {"session_timeout_s": 20, "bucket_bytes": 500_000},
-            "services": {
-                "buffer": endpoint(ports[0]),
-                "rollout_gateway": endpoint(ports[1]),
-                "weight_agents": [endpoint(ports[2], ports[3])],
-                "weight_sync": endpoint(ports[4], ports[5]),
-            },
-        }
-    )
 
 
 @pytest.fixture

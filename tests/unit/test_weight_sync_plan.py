@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from flotilla.rollout_gateway.v1 import engine_pb2
 from services.common.errors import FailedPrecondition
 from services.weight_sync import codec
 from services.weight_sync.plan import agreed_manifest, make_plan
@@ -140,8 +141,8 @@ def test_protobuf_round_trip():
     plan = make_plan([[held("q", (200, 300)), held("n", (7,))]], [wanted("q", (200, 300), True)], "fp8_block_128", BIG)
     assert codec.buckets_from_proto(codec.buckets_to_proto(plan.buckets)) == plan.buckets
     assert [codec.slice_from_proto(codec.slice_to_proto(one)) for one in slices] == slices
-    parameter = wanted("q", (200, 300), True)
-    assert codec.parameter_from_proto(codec.parameter_to_proto(parameter)) == parameter
+    parameter = engine_pb2.ManifestParameter(name="q", shape=[200, 300], dtype="bfloat16", quantisable=True)
+    assert codec.parameter_from_proto(parameter) == ManifestParameter("q", (200, 300), "bfloat16", True)
     version = PolicyVersion(3, 7)
     assert codec.version_from_proto(codec.version_to_proto(version)) == version
 
