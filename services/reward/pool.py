@@ -6,7 +6,8 @@ process that has the libraries loaded (multiprocessing's `forkserver`), so that 
 this process, which serves gRPC, never forks.
 
 A question waits for an idle worker, which another question gives back or a replacement becomes; both are bounded by the
-deadline. A question whose worker died is asked once more, since the worker may have been killed by someone else.
+deadline. A question whose worker died is asked again, since the worker may have been killed by someone else; after a
+moment, in which other workers that the same hand killed show as dead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from services.reward import metrics
 from services.reward.verdicts import Graded, Question, Reason, Verdict
 from services.reward.worker import decode_answer, encode_question, work
 
-ATTEMPTS = 2
+ATTEMPTS = 3
+SETTLE_S = 0.1
+"""Between a worker's death and the next attempt."""
 JOIN_S = 5.0
 """For a killed process to be gone; it takes milliseconds."""
 
@@ -108,7 +111,9 @@ class WorkerPool:
     async def ask(self, grader: str, question: Question) -> Graded:
         """Have a question answered: SCORED, TIMEOUT, or ERROR if its workers die or run out of memory."""
         line = encode_question(grader, question)
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(SETTLE_S)
             if graded := await self._attempt(await self._take(), line):
                 return graded
         return Graded(Verdict.ERROR)
