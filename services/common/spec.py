@@ -22,6 +22,10 @@ LAYOUT_SECTIONS = {"run_dir", "services", "redis"}
 """What says where things run, not what they compute; left out of the spec digest."""
 
 
+HOOK = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+"""A function by import path, `package.module:function`."""
+
+
 class SpecError(ValueError):
     """The run spec cannot be used; the message names the file and the field."""
 
@@ -99,14 +103,76 @@ class RolloutSpec(Strict):
     """Longest response."""
     seed: int = 0
     """Base of the sampling seeds."""
-    dynamic_sampling_filter: Literal["none", "nonzero_std"] = "none"
-    """`nonzero_std` drops a group if the unbiased std of its rewards is at most 1e-6."""
+    over_sampling_batch_size: int = Field(default=0, ge=0)
+    """Groups that may be kept or in play for one batch, at least rollout_batch_size; 0 takes rollout_batch_size."""
+    refill: Literal["estimate", "batch"] = "estimate"
+    """What is issued when too few groups can still be kept: `estimate` what the measured keep rate says is missing,
+    up to over_sampling_batch_size; `batch` over_sampling_batch_size at once."""
+    dynamic_sampling_filter: str = Field(
+        default="none", pattern=rf"^(none|nonzero_std|nonzero_std_with_fallback|{HOOK})$"
+    )
+    """`nonzero_std` drops a group if the unbiased std of its rewards is at most 1e-6; `nonzero_std_with_fallback` keeps
+    it nevertheless where dropping it would leave too few; `package.module:function` decides by itself."""
+    seal_window: int = Field(default=0, ge=0)
+    """0 seals kept groups as they come, which favours short responses. W seals in the order of issue: a group waits
+    while one that was issued W or more before it is undecided; 1 is strict order."""
+    partial_rollout: bool = False
+    """Continue what a seal interrupts under the next weights, instead of starting it anew."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train on tokens of older weights than those that finished a sample."""
+    buffer_filter: str = Field(default="", pattern=rf"^({HOOK})?$")
+    """`package.module:function` that chooses which interrupted groups go on, and in which order; empty takes all,
+    oldest first."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Batches that may be generated ahead of the live weights: 0 trains and generates in turn, 1 overlaps them."""
+    max_sample_age: int = Field(default=-1, ge=-1)
+    """Oldest weights that a sample may come from, in batches before its own; -1 takes max_staleness, plus 2 with
+    partial_rollout, plus what surplus kept groups need."""
+    age_wait_s: float = Field(default=600, gt=0)
+    """How long a seal waits for groups that would be too old for the next batch."""
     lease_ttl_s: float = Field(default=20.0, ge=1)
-    """A gateway that does not renew within it loses its groups."""
+    """A gateway that does not renew within it loses its groups. It saves tokens three times in it."""
     max_attempts: int = Field(default=10, ge=1)
     """Failed attempts after which a group is FAILED."""
     shuffle_rewards: bool = False
     """A control experiment: permute the rewards inside each group, so that nothing can be learned from them."""
+
+    @property
+    def over_sampling(self) -> int:
+        """over_sampling_batch_size, or what it is by default."""
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def least_sample_age(self) -> int:
+        """What max_sample_age must allow so that nothing is too old in steady state.
+
+        Work starts up to max_staleness ahead, surplus waits for the batches after, and what is interrupted ends in the
+        next batch at the earliest."""
+        surplus = -(-self.over_sampling // self.rollout_batch_size) - 1
+        return self.max_staleness + max(surplus, int(self.partial_rollout))
+
+    @property
+    def sample_age(self) -> int:
+        """max_sample_age, or what it is by default."""
+        if self.max_sample_age >= 0:
+            return self.max_sample_age
+        return max(self.least_sample_age, self.max_staleness + (2 if self.partial_rollout else 0))
+
+    @model_validator(mode="after")
+    def _sampling_works(self) -> Self:
+        if self.over_sampling < self.rollout_batch_size:
+            raise ValueError(
+                f"over_sampling_batch_size = {self.over_sampling_batch_size} is below rollout_batch_size = "
+                f"{self.rollout_batch_size}; raise it, or leave it out"
+            )
+        if self.sample_age < self.least_sample_age:
+            raise ValueError(
+                f"max_sample_age = {self.max_sample_age} cannot work: with max_staleness, partial_rollout and "
+                f"over_sampling_batch_size as they are, samples are up to {self.least_sample_age} batches old"
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise ValueError("mask_offpolicy_in_partial_rollout needs partial_rollout = true")
+        return self
 
 
 class AlgorithmSpec(Strict):
@@ -146,6 +212,8 @@ class TrainerSpec(Strict):
     """Parameters and activations; the optimizer keeps float32."""
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
     """Packing limit; a longer sample goes alone."""
+    balance_data: bool = False
+    """Give the data-parallel ranks equal work, as estimated in FLOPs, instead of every n-th micro-batch."""
     save_interval: int = Field(default=20, ge=1)
     """A checkpoint every so many rollout steps, and at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -311,6 +379,14 @@ class RedisSpec(Strict):
     """Port."""
     maxmemory_mb: int = Field(default=2048, ge=64)
     """Limit of the Redis that `flotilla up` starts; it never evicts."""
+    username: str = ""
+    """ACL user; empty is the default user."""
+    password_file: Path = Path()
+    """File with the password; none is sent unless given."""
+    tls: bool = False
+    """Connect with TLS, and check the server's certificate."""
+    tls_ca_file: Path = Path()
+    """Certificates (PEM) that sign the server's; the system's unless given."""
 
 
 class RunSpec(Strict):
@@ -449,4 +525,7 @@ def _resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
     table["data"]["prompt_data"] = base / spec.data.prompt_data
     for one in table["evaluation"]["sets"].values():
         one["prompt_data"] = base / one["prompt_data"]
+    for name in ("password_file", "tls_ca_file"):
+        if table["redis"][name] != Path():
+            table["redis"][name] = base / table["redis"][name]
     return RunSpec.model_validate(table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.common.spec import SpecError, load_run
@@ -36,6 +38,12 @@ def test_paths_are_relative_to_the_file(run_file):
     spec = load_run(run_file, environ={})
     assert spec.data.prompt_data == run_file.parent / "data.jsonl"
     assert spec.run_dir == run_file.parent / "runs" / "r"
+
+
+def test_files_of_redis_are_relative_too_where_they_are_given(run_file):
+    redis = load_run(run_file, ["redis.password_file=password", "redis.tls_ca_file=/etc/ca.pem"], {}).redis
+    assert (redis.password_file, redis.tls_ca_file) == (run_file.parent / "password", Path("/etc/ca.pem"))
+    assert load_run(run_file, environ={}).redis.password_file == Path()
 
 
 def test_set_wins_over_environment_wins_over_file(run_file):

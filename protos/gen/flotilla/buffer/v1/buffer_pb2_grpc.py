@@ -48,6 +48,11 @@ class BufferServiceStub:
                 request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.RenewLeaseResponse.FromString,
                 _registered_method=True)
+        self.WatchWork = channel.unary_stream(
+                '/flotilla.buffer.v1.BufferService/WatchWork',
+                request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.WatchWorkRequest.SerializeToString,
+                response_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.WatchWorkResponse.FromString,
+                _registered_method=True)
         self.SubmitSamples = channel.unary_unary(
                 '/flotilla.buffer.v1.BufferService/SubmitSamples',
                 request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.SubmitSamplesRequest.SerializeToString,
@@ -57,6 +62,11 @@ class BufferServiceStub:
                 '/flotilla.buffer.v1.BufferService/ReleaseLease',
                 request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeaseResponse.FromString,
+                _registered_method=True)
+        self.DrainWork = channel.unary_unary(
+                '/flotilla.buffer.v1.BufferService/DrainWork',
+                request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.DrainWorkRequest.SerializeToString,
+                response_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.DrainWorkResponse.FromString,
                 _registered_method=True)
         self.LeaseBatch = channel.unary_unary(
                 '/flotilla.buffer.v1.BufferService/LeaseBatch',
@@ -98,6 +108,16 @@ class BufferServiceStub:
                 request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListBatchesRequest.SerializeToString,
                 response_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListBatchesResponse.FromString,
                 _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/flotilla.buffer.v1.BufferService/ListLeases',
+                request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListLeasesResponse.FromString,
+                _registered_method=True)
+        self.AuditLedger = channel.unary_unary(
+                '/flotilla.buffer.v1.BufferService/AuditLedger',
+                request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.AuditLedgerRequest.SerializeToString,
+                response_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.AuditLedgerResponse.FromString,
+                _registered_method=True)
         self.GetEvaluation = channel.unary_unary(
                 '/flotilla.buffer.v1.BufferService/GetEvaluation',
                 request_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.GetEvaluationRequest.SerializeToString,
@@ -122,8 +142,17 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Extends a lease by its time to live. ABORTED when the lease was lost: stop the generation and drop its results.
+        """Extends a lease by its time to live, and saves the tokens that came since the last renewal: if the gateway dies,
+        the group goes on from them. ABORTED when the lease was lost: stop the generation and drop its results.
         stop_reason set: stop the generation, submit what is finished and release the lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchWork(self, request, context):
+        """Tells one gateway at once which of its leases must stop; RenewLease says the same, later. The stream begins with
+        what must stop now and never ends by itself; open it again when it breaks. Nothing is lost if nobody watches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +167,17 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Gives a lease back unfinished; samples submitted before stay. OK if the lease is gone already.
+        """Gives a lease back unfinished; samples submitted before stay, and so do the tokens that come with it. OK if the
+        lease is gone already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWork(self, request, context):
+        """Empties one gateway before it is taken away: it gets no more leases, and its leases are stopped, their tokens kept.
+        Answers when it holds none, or after wait_timeout with how many it still holds: ask again. Final for that
+        worker_id; a gateway that starts anew has another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,6 +241,21 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLeases(self, request, context):
+        """Lists work leases, the first to expire first, in pages. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AuditLedger(self, request, context):
+        """Recomputes the conservation law from the raw keys in Redis and names every discrepancy. Reads every group, so it
+        takes a while for a long run. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetEvaluation(self, request, context):
         """The evaluation of one step. Long poll: waits for it to end, at most wait_timeout, then answers with what there is.
         """
@@ -222,6 +276,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.RenewLeaseRequest.FromString,
                     response_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.RenewLeaseResponse.SerializeToString,
             ),
+            'WatchWork': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchWork,
+                    request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.WatchWorkRequest.FromString,
+                    response_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.WatchWorkResponse.SerializeToString,
+            ),
             'SubmitSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitSamples,
                     request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.SubmitSamplesRequest.FromString,
@@ -231,6 +290,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeaseResponse.SerializeToString,
+            ),
+            'DrainWork': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWork,
+                    request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.DrainWorkRequest.FromString,
+                    response_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.DrainWorkResponse.SerializeToString,
             ),
             'LeaseBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.LeaseBatch,
@@ -271,6 +335,16 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.ListBatches,
                     request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListBatchesRequest.FromString,
                     response_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListBatchesResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListLeasesRequest.FromString,
+                    response_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'AuditLedger': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditLedger,
+                    request_deserializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.AuditLedgerRequest.FromString,
+                    response_serializer=flotilla_dot_buffer_dot_v1_dot_buffer__pb2.AuditLedgerResponse.SerializeToString,
             ),
             'GetEvaluation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetEvaluation,
@@ -347,6 +421,33 @@ class BufferService:
             _registered_method=True)
 
     @staticmethod
+    def WatchWork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/flotilla.buffer.v1.BufferService/WatchWork',
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.WatchWorkRequest.SerializeToString,
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.WatchWorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def SubmitSamples(request,
             target,
             options=(),
@@ -390,6 +491,33 @@ class BufferService:
             '/flotilla.buffer.v1.BufferService/ReleaseLease',
             flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeaseRequest.SerializeToString,
             flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.buffer.v1.BufferService/DrainWork',
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.DrainWorkRequest.SerializeToString,
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.DrainWorkResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -606,6 +734,60 @@ class BufferService:
             '/flotilla.buffer.v1.BufferService/ListBatches',
             flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListBatchesRequest.SerializeToString,
             flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListBatchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.buffer.v1.BufferService/ListLeases',
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListLeasesRequest.SerializeToString,
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.buffer.v1.BufferService/AuditLedger',
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.AuditLedgerRequest.SerializeToString,
+            flotilla_dot_buffer_dot_v1_dot_buffer__pb2.AuditLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

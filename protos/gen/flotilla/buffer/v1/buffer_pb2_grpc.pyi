@@ -43,15 +43,27 @@ class BufferServiceStub:
     before fresh ones. If the answer is lost, the same request_id brings the same leases again, or they expire.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.RenewLeaseRequest, _buffer_pb2.RenewLeaseResponse]
-    """Extends a lease by its time to live. ABORTED when the lease was lost: stop the generation and drop its results.
+    """Extends a lease by its time to live, and saves the tokens that came since the last renewal: if the gateway dies,
+    the group goes on from them. ABORTED when the lease was lost: stop the generation and drop its results.
     stop_reason set: stop the generation, submit what is finished and release the lease.
+    """
+    WatchWork: _grpc.UnaryStreamMultiCallable[_buffer_pb2.WatchWorkRequest, _buffer_pb2.WatchWorkResponse]
+    """Tells one gateway at once which of its leases must stop; RenewLease says the same, later. The stream begins with
+    what must stop now and never ends by itself; open it again when it breaks. Nothing is lost if nobody watches.
     """
     SubmitSamples: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.SubmitSamplesRequest, _buffer_pb2.SubmitSamplesResponse]
     """Hands in finished samples of a leased group. The last one completes the group and ends the lease. ABORTED when the
     lease was lost; a repeat of an accepted submit is answered OK even after the group has moved on.
     """
     ReleaseLease: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ReleaseLeaseRequest, _buffer_pb2.ReleaseLeaseResponse]
-    """Gives a lease back unfinished; samples submitted before stay. OK if the lease is gone already."""
+    """Gives a lease back unfinished; samples submitted before stay, and so do the tokens that come with it. OK if the
+    lease is gone already.
+    """
+    DrainWork: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.DrainWorkRequest, _buffer_pb2.DrainWorkResponse]
+    """Empties one gateway before it is taken away: it gets no more leases, and its leases are stopped, their tokens kept.
+    Answers when it holds none, or after wait_timeout with how many it still holds: ask again. Final for that
+    worker_id; a gateway that starts anew has another one.
+    """
     LeaseBatch: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.LeaseBatchRequest, _buffer_pb2.LeaseBatchResponse]
     """Takes the oldest sealed batch for training. Long poll as LeaseWork; without a batch the answer says why. Repeating
     it gives the same batch until it is acknowledged. ABORTED when run_epoch is old: another trainer runs.
@@ -72,6 +84,12 @@ class BufferServiceStub:
     """One group with its samples. NOT_FOUND if it was never issued. Read-only."""
     ListBatches: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ListBatchesRequest, _buffer_pb2.ListBatchesResponse]
     """Lists batches, oldest first, in pages. Read-only."""
+    ListLeases: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ListLeasesRequest, _buffer_pb2.ListLeasesResponse]
+    """Lists work leases, the first to expire first, in pages. Read-only."""
+    AuditLedger: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.AuditLedgerRequest, _buffer_pb2.AuditLedgerResponse]
+    """Recomputes the conservation law from the raw keys in Redis and names every discrepancy. Reads every group, so it
+    takes a while for a long run. Read-only.
+    """
     GetEvaluation: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.GetEvaluationRequest, _buffer_pb2.GetEvaluationResponse]
     """The evaluation of one step. Long poll: waits for it to end, at most wait_timeout, then answers with what there is."""
 
@@ -90,15 +108,27 @@ class BufferServiceAsyncStub(BufferServiceStub):
     before fresh ones. If the answer is lost, the same request_id brings the same leases again, or they expire.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_buffer_pb2.RenewLeaseRequest, _buffer_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Extends a lease by its time to live. ABORTED when the lease was lost: stop the generation and drop its results.
+    """Extends a lease by its time to live, and saves the tokens that came since the last renewal: if the gateway dies,
+    the group goes on from them. ABORTED when the lease was lost: stop the generation and drop its results.
     stop_reason set: stop the generation, submit what is finished and release the lease.
+    """
+    WatchWork: _aio.UnaryStreamMultiCallable[_buffer_pb2.WatchWorkRequest, _buffer_pb2.WatchWorkResponse]  # type: ignore[assignment]
+    """Tells one gateway at once which of its leases must stop; RenewLease says the same, later. The stream begins with
+    what must stop now and never ends by itself; open it again when it breaks. Nothing is lost if nobody watches.
     """
     SubmitSamples: _aio.UnaryUnaryMultiCallable[_buffer_pb2.SubmitSamplesRequest, _buffer_pb2.SubmitSamplesResponse]  # type: ignore[assignment]
     """Hands in finished samples of a leased group. The last one completes the group and ends the lease. ABORTED when the
     lease was lost; a repeat of an accepted submit is answered OK even after the group has moved on.
     """
     ReleaseLease: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ReleaseLeaseRequest, _buffer_pb2.ReleaseLeaseResponse]  # type: ignore[assignment]
-    """Gives a lease back unfinished; samples submitted before stay. OK if the lease is gone already."""
+    """Gives a lease back unfinished; samples submitted before stay, and so do the tokens that come with it. OK if the
+    lease is gone already.
+    """
+    DrainWork: _aio.UnaryUnaryMultiCallable[_buffer_pb2.DrainWorkRequest, _buffer_pb2.DrainWorkResponse]  # type: ignore[assignment]
+    """Empties one gateway before it is taken away: it gets no more leases, and its leases are stopped, their tokens kept.
+    Answers when it holds none, or after wait_timeout with how many it still holds: ask again. Final for that
+    worker_id; a gateway that starts anew has another one.
+    """
     LeaseBatch: _aio.UnaryUnaryMultiCallable[_buffer_pb2.LeaseBatchRequest, _buffer_pb2.LeaseBatchResponse]  # type: ignore[assignment]
     """Takes the oldest sealed batch for training. Long poll as LeaseWork; without a batch the answer says why. Repeating
     it gives the same batch until it is acknowledged. ABORTED when run_epoch is old: another trainer runs.
@@ -119,6 +149,12 @@ class BufferServiceAsyncStub(BufferServiceStub):
     """One group with its samples. NOT_FOUND if it was never issued. Read-only."""
     ListBatches: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ListBatchesRequest, _buffer_pb2.ListBatchesResponse]  # type: ignore[assignment]
     """Lists batches, oldest first, in pages. Read-only."""
+    ListLeases: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ListLeasesRequest, _buffer_pb2.ListLeasesResponse]  # type: ignore[assignment]
+    """Lists work leases, the first to expire first, in pages. Read-only."""
+    AuditLedger: _aio.UnaryUnaryMultiCallable[_buffer_pb2.AuditLedgerRequest, _buffer_pb2.AuditLedgerResponse]  # type: ignore[assignment]
+    """Recomputes the conservation law from the raw keys in Redis and names every discrepancy. Reads every group, so it
+    takes a while for a long run. Read-only.
+    """
     GetEvaluation: _aio.UnaryUnaryMultiCallable[_buffer_pb2.GetEvaluationRequest, _buffer_pb2.GetEvaluationResponse]  # type: ignore[assignment]
     """The evaluation of one step. Long poll: waits for it to end, at most wait_timeout, then answers with what there is."""
 
@@ -146,8 +182,19 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_pb2.RenewLeaseResponse, _abc.Awaitable[_buffer_pb2.RenewLeaseResponse]]:
-        """Extends a lease by its time to live. ABORTED when the lease was lost: stop the generation and drop its results.
+        """Extends a lease by its time to live, and saves the tokens that came since the last renewal: if the gateway dies,
+        the group goes on from them. ABORTED when the lease was lost: stop the generation and drop its results.
         stop_reason set: stop the generation, submit what is finished and release the lease.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchWork(
+        self,
+        request: _buffer_pb2.WatchWorkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_buffer_pb2.WatchWorkResponse], _abc.AsyncIterator[_buffer_pb2.WatchWorkResponse]]:
+        """Tells one gateway at once which of its leases must stop; RenewLease says the same, later. The stream begins with
+        what must stop now and never ends by itself; open it again when it breaks. Nothing is lost if nobody watches.
         """
 
     @_abc_1.abstractmethod
@@ -166,7 +213,20 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _buffer_pb2.ReleaseLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_pb2.ReleaseLeaseResponse, _abc.Awaitable[_buffer_pb2.ReleaseLeaseResponse]]:
-        """Gives a lease back unfinished; samples submitted before stay. OK if the lease is gone already."""
+        """Gives a lease back unfinished; samples submitted before stay, and so do the tokens that come with it. OK if the
+        lease is gone already.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainWork(
+        self,
+        request: _buffer_pb2.DrainWorkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.DrainWorkResponse, _abc.Awaitable[_buffer_pb2.DrainWorkResponse]]:
+        """Empties one gateway before it is taken away: it gets no more leases, and its leases are stopped, their tokens kept.
+        Answers when it holds none, or after wait_timeout with how many it still holds: ask again. Final for that
+        worker_id; a gateway that starts anew has another one.
+        """
 
     @_abc_1.abstractmethod
     def LeaseBatch(
@@ -235,6 +295,24 @@ class BufferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_pb2.ListBatchesResponse, _abc.Awaitable[_buffer_pb2.ListBatchesResponse]]:
         """Lists batches, oldest first, in pages. Read-only."""
+
+    @_abc_1.abstractmethod
+    def ListLeases(
+        self,
+        request: _buffer_pb2.ListLeasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.ListLeasesResponse, _abc.Awaitable[_buffer_pb2.ListLeasesResponse]]:
+        """Lists work leases, the first to expire first, in pages. Read-only."""
+
+    @_abc_1.abstractmethod
+    def AuditLedger(
+        self,
+        request: _buffer_pb2.AuditLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.AuditLedgerResponse, _abc.Awaitable[_buffer_pb2.AuditLedgerResponse]]:
+        """Recomputes the conservation law from the raw keys in Redis and names every discrepancy. Reads every group, so it
+        takes a while for a long run. Read-only.
+        """
 
     @_abc_1.abstractmethod
     def GetEvaluation(

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from flotilla.common.v1 import common_pb2 as flotilla_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/buffer/v1/registry.proto\x12\x12\x66lotilla.buffer.v1\x1a\x1f\x66lotilla/common/v1/common.proto\"M\n\x12RegisterRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0bspec_digest\x18\x03 \x01(\t\";\n\x13RegisterRunResponse\x12$\n\x03run\x18\x01 \x01(\x0b\x32\x17.flotilla.buffer.v1.Run\"\xf0\x01\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bspec_digest\x18\x02 \x01(\t\x12\x11\n\trun_epoch\x18\x03 \x01(\x03\x12\x37\n\rdesired_state\x18\x04 \x01(\x0e\x32 .flotilla.buffer.v1.DesiredState\x12\x16\n\x0e\x63ommitted_step\x18\x05 \x01(\x03\x12\x12\n\ncheckpoint\x18\x06 \x01(\t\x12\x37\n\x0clive_version\x18\x07 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x13\n\x0bnum_rollout\x18\x08 \x01(\x03\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"6\n\x0eGetRunResponse\x12$\n\x03run\x18\x01 \x01(\x0b\x32\x17.flotilla.buffer.v1.Run\"{\n\x11\x42\x65ginEpochRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x03 \x01(\x03\x12\x12\n\ncheckpoint\x18\x04 \x01(\t\x12\x15\n\rbatch_digests\x18\x05 \x03(\t\"\'\n\x12\x42\x65ginEpochResponse\x12\x11\n\trun_epoch\x18\x01 \x01(\x03\"u\n\x16SetDesiredStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x37\n\rdesired_state\x18\x03 \x01(\x0e\x32 .flotilla.buffer.v1.DesiredState\"\x19\n\x17SetDesiredStateResponse\"\xb6\x01\n\x0eVersionTimings\x12\x1d\n\x15read_quantise_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cwire_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x03 \x01(\x01\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\x12\x12\n\nwire_bytes\x18\x06 \x01(\x03\x12\x17\n\x0f\x63onnect_seconds\x18\x07 \x01(\x01\"\xb3\x01\n\x07Version\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12/\n\x05state\x18\x02 \x01(\x0e\x32 .flotilla.buffer.v1.VersionState\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x33\n\x07timings\x18\x04 \x01(\x0b\x32\".flotilla.buffer.v1.VersionTimings\"h\n\x14RecordVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12,\n\x07version\x18\x03 \x01(\x0b\x32\x1b.flotilla.buffer.v1.Version\"\x17\n\x15RecordVersionResponse\"8\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\"E\n\x14ListVersionsResponse\x12-\n\x08versions\x18\x01 \x03(\x0b\x32\x1b.flotilla.buffer.v1.Version*}\n\x0c\x44\x65siredState\x12\x1d\n\x19\x44\x45SIRED_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45SIRED_STATE_RUNNING\x10\x01\x12\x18\n\x14\x44\x45SIRED_STATE_PAUSED\x10\x02\x12\x19\n\x15\x44\x45SIRED_STATE_STOPPED\x10\x03*\x98\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERSION_STATE_PUBLISHING\x10\x01\x12\x16\n\x12VERSION_STATE_LIVE\x10\x02\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x03\x12\x18\n\x14VERSION_STATE_FAILED\x10\x04\x32\xd7\x04\n\x12RunRegistryService\x12^\n\x0bRegisterRun\x12&.flotilla.buffer.v1.RegisterRunRequest\x1a\'.flotilla.buffer.v1.RegisterRunResponse\x12O\n\x06GetRun\x12!.flotilla.buffer.v1.GetRunRequest\x1a\".flotilla.buffer.v1.GetRunResponse\x12[\n\nBeginEpoch\x12%.flotilla.buffer.v1.BeginEpochRequest\x1a&.flotilla.buffer.v1.BeginEpochResponse\x12j\n\x0fSetDesiredState\x12*.flotilla.buffer.v1.SetDesiredStateRequest\x1a+.flotilla.buffer.v1.SetDesiredStateResponse\x12\x64\n\rRecordVersion\x12(.flotilla.buffer.v1.RecordVersionRequest\x1a).flotilla.buffer.v1.RecordVersionResponse\x12\x61\n\x0cListVersions\x12\'.flotilla.buffer.v1.ListVersionsRequest\x1a(.flotilla.buffer.v1.ListVersionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/buffer/v1/registry.proto\x12\x12\x66lotilla.buffer.v1\x1a\x1f\x66lotilla/common/v1/common.proto\"M\n\x12RegisterRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x13\n\x0bspec_digest\x18\x03 \x01(\t\";\n\x13RegisterRunResponse\x12$\n\x03run\x18\x01 \x01(\x0b\x32\x17.flotilla.buffer.v1.Run\"\xf0\x01\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bspec_digest\x18\x02 \x01(\t\x12\x11\n\trun_epoch\x18\x03 \x01(\x03\x12\x37\n\rdesired_state\x18\x04 \x01(\x0e\x32 .flotilla.buffer.v1.DesiredState\x12\x16\n\x0e\x63ommitted_step\x18\x05 \x01(\x03\x12\x12\n\ncheckpoint\x18\x06 \x01(\t\x12\x37\n\x0clive_version\x18\x07 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x13\n\x0bnum_rollout\x18\x08 \x01(\x03\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"6\n\x0eGetRunResponse\x12$\n\x03run\x18\x01 \x01(\x0b\x32\x17.flotilla.buffer.v1.Run\"{\n\x11\x42\x65ginEpochRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x17\n\x0f\x63heckpoint_step\x18\x03 \x01(\x03\x12\x12\n\ncheckpoint\x18\x04 \x01(\t\x12\x15\n\rbatch_digests\x18\x05 \x03(\t\"\'\n\x12\x42\x65ginEpochResponse\x12\x11\n\trun_epoch\x18\x01 \x01(\x03\"D\n\x10RewindRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\"=\n\x11RewindRunResponse\x12\x0f\n\x07lineage\x18\x01 \x01(\x03\x12\x17\n\x0freissued_groups\x18\x02 \x01(\x03\"u\n\x16SetDesiredStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x37\n\rdesired_state\x18\x03 \x01(\x0e\x32 .flotilla.buffer.v1.DesiredState\"\x19\n\x17SetDesiredStateResponse\"\xb6\x01\n\x0eVersionTimings\x12\x1d\n\x15read_quantise_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cwire_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x03 \x01(\x01\x12\x15\n\rpause_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\x12\x12\n\nwire_bytes\x18\x06 \x01(\x03\x12\x17\n\x0f\x63onnect_seconds\x18\x07 \x01(\x01\"\xb3\x01\n\x07Version\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12/\n\x05state\x18\x02 \x01(\x0e\x32 .flotilla.buffer.v1.VersionState\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x33\n\x07timings\x18\x04 \x01(\x0b\x32\".flotilla.buffer.v1.VersionTimings\"h\n\x14RecordVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12,\n\x07version\x18\x03 \x01(\x0b\x32\x1b.flotilla.buffer.v1.Version\"\x17\n\x15RecordVersionResponse\"8\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\"E\n\x14ListVersionsResponse\x12-\n\x08versions\x18\x01 \x03(\x0b\x32\x1b.flotilla.buffer.v1.Version*}\n\x0c\x44\x65siredState\x12\x1d\n\x19\x44\x45SIRED_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45SIRED_STATE_RUNNING\x10\x01\x12\x18\n\x14\x44\x45SIRED_STATE_PAUSED\x10\x02\x12\x19\n\x15\x44\x45SIRED_STATE_STOPPED\x10\x03*\x98\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18VERSION_STATE_PUBLISHING\x10\x01\x12\x16\n\x12VERSION_STATE_LIVE\x10\x02\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x03\x12\x18\n\x14VERSION_STATE_FAILED\x10\x04\x32\xb1\x05\n\x12RunRegistryService\x12^\n\x0bRegisterRun\x12&.flotilla.buffer.v1.RegisterRunRequest\x1a\'.flotilla.buffer.v1.RegisterRunResponse\x12O\n\x06GetRun\x12!.flotilla.buffer.v1.GetRunRequest\x1a\".flotilla.buffer.v1.GetRunResponse\x12[\n\nBeginEpoch\x12%.flotilla.buffer.v1.BeginEpochRequest\x1a&.flotilla.buffer.v1.BeginEpochResponse\x12X\n\tRewindRun\x12$.flotilla.buffer.v1.RewindRunRequest\x1a%.flotilla.buffer.v1.RewindRunResponse\x12j\n\x0fSetDesiredState\x12*.flotilla.buffer.v1.SetDesiredStateRequest\x1a+.flotilla.buffer.v1.SetDesiredStateResponse\x12\x64\n\rRecordVersion\x12(.flotilla.buffer.v1.RecordVersionRequest\x1a).flotilla.buffer.v1.RecordVersionResponse\x12\x61\n\x0cListVersions\x12\'.flotilla.buffer.v1.ListVersionsRequest\x1a(.flotilla.buffer.v1.ListVersionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flotilla.buffer.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DESIREDSTATE']._serialized_start=1501
-  _globals['_DESIREDSTATE']._serialized_end=1626
-  _globals['_VERSIONSTATE']._serialized_start=1629
-  _globals['_VERSIONSTATE']._serialized_end=1781
+  _globals['_DESIREDSTATE']._serialized_start=1634
+  _globals['_DESIREDSTATE']._serialized_end=1759
+  _globals['_VERSIONSTATE']._serialized_start=1762
+  _globals['_VERSIONSTATE']._serialized_end=1914
   _globals['_REGISTERRUNREQUEST']._serialized_start=90
   _globals['_REGISTERRUNREQUEST']._serialized_end=167
   _globals['_REGISTERRUNRESPONSE']._serialized_start=169
@@ -50,22 +50,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEGINEPOCHREQUEST']._serialized_end=685
   _globals['_BEGINEPOCHRESPONSE']._serialized_start=687
   _globals['_BEGINEPOCHRESPONSE']._serialized_end=726
-  _globals['_SETDESIREDSTATEREQUEST']._serialized_start=728
-  _globals['_SETDESIREDSTATEREQUEST']._serialized_end=845
-  _globals['_SETDESIREDSTATERESPONSE']._serialized_start=847
-  _globals['_SETDESIREDSTATERESPONSE']._serialized_end=872
-  _globals['_VERSIONTIMINGS']._serialized_start=875
-  _globals['_VERSIONTIMINGS']._serialized_end=1057
-  _globals['_VERSION']._serialized_start=1060
-  _globals['_VERSION']._serialized_end=1239
-  _globals['_RECORDVERSIONREQUEST']._serialized_start=1241
-  _globals['_RECORDVERSIONREQUEST']._serialized_end=1345
-  _globals['_RECORDVERSIONRESPONSE']._serialized_start=1347
-  _globals['_RECORDVERSIONRESPONSE']._serialized_end=1370
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=1372
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=1428
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1430
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1499
-  _globals['_RUNREGISTRYSERVICE']._serialized_start=1784
-  _globals['_RUNREGISTRYSERVICE']._serialized_end=2383
+  _globals['_REWINDRUNREQUEST']._serialized_start=728
+  _globals['_REWINDRUNREQUEST']._serialized_end=796
+  _globals['_REWINDRUNRESPONSE']._serialized_start=798
+  _globals['_REWINDRUNRESPONSE']._serialized_end=859
+  _globals['_SETDESIREDSTATEREQUEST']._serialized_start=861
+  _globals['_SETDESIREDSTATEREQUEST']._serialized_end=978
+  _globals['_SETDESIREDSTATERESPONSE']._serialized_start=980
+  _globals['_SETDESIREDSTATERESPONSE']._serialized_end=1005
+  _globals['_VERSIONTIMINGS']._serialized_start=1008
+  _globals['_VERSIONTIMINGS']._serialized_end=1190
+  _globals['_VERSION']._serialized_start=1193
+  _globals['_VERSION']._serialized_end=1372
+  _globals['_RECORDVERSIONREQUEST']._serialized_start=1374
+  _globals['_RECORDVERSIONREQUEST']._serialized_end=1478
+  _globals['_RECORDVERSIONRESPONSE']._serialized_start=1480
+  _globals['_RECORDVERSIONRESPONSE']._serialized_end=1503
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=1505
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=1561
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=1563
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=1632
+  _globals['_RUNREGISTRYSERVICE']._serialized_start=1917
+  _globals['_RUNREGISTRYSERVICE']._serialized_end=2606
 # @@protoc_insertion_point(module_scope)

@@ -100,6 +100,24 @@ class BeginEpochResponse(_message.Message):
     run_epoch: int
     def __init__(self, run_epoch: _Optional[int] = ...) -> None: ...
 
+class RewindRunRequest(_message.Message):
+    __slots__ = ("run_id", "request_id", "step")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    request_id: str
+    step: int
+    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class RewindRunResponse(_message.Message):
+    __slots__ = ("lineage", "reissued_groups")
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    REISSUED_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    lineage: int
+    reissued_groups: int
+    def __init__(self, lineage: _Optional[int] = ..., reissued_groups: _Optional[int] = ...) -> None: ...
+
 class SetDesiredStateRequest(_message.Message):
     __slots__ = ("run_id", "request_id", "desired_state")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

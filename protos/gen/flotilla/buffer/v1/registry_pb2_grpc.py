@@ -51,6 +51,11 @@ class RunRegistryServiceStub:
                 request_serializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.BeginEpochRequest.SerializeToString,
                 response_deserializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.BeginEpochResponse.FromString,
                 _registered_method=True)
+        self.RewindRun = channel.unary_unary(
+                '/flotilla.buffer.v1.RunRegistryService/RewindRun',
+                request_serializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.RewindRunRequest.SerializeToString,
+                response_deserializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.RewindRunResponse.FromString,
+                _registered_method=True)
         self.SetDesiredState = channel.unary_unary(
                 '/flotilla.buffer.v1.RunRegistryService/SetDesiredState',
                 request_serializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.SetDesiredStateRequest.SerializeToString,
@@ -98,6 +103,16 @@ class RunRegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RewindRun(self, request, context):
+        """Goes back below the committed step, which BeginEpoch refuses to do: the batches from `step` on are no longer
+        committed, and their prompts are issued again under a new lineage; what was generated and not yet committed stays.
+        Fences the running trainer. Remove the newer checkpoints first: a trainer starts from the newest one. Idempotent.
+        FAILED_PRECONDITION if step is not below the committed step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetDesiredState(self, request, context):
         """Sets what the run should do. Idempotent. STOPPED is final.
         """
@@ -137,6 +152,11 @@ def add_RunRegistryServiceServicer_to_server(servicer, server):
                     servicer.BeginEpoch,
                     request_deserializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.BeginEpochRequest.FromString,
                     response_serializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.BeginEpochResponse.SerializeToString,
+            ),
+            'RewindRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RewindRun,
+                    request_deserializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.RewindRunRequest.FromString,
+                    response_serializer=flotilla_dot_buffer_dot_v1_dot_registry__pb2.RewindRunResponse.SerializeToString,
             ),
             'SetDesiredState': grpc.unary_unary_rpc_method_handler(
                     servicer.SetDesiredState,
@@ -237,6 +257,33 @@ class RunRegistryService:
             '/flotilla.buffer.v1.RunRegistryService/BeginEpoch',
             flotilla_dot_buffer_dot_v1_dot_registry__pb2.BeginEpochRequest.SerializeToString,
             flotilla_dot_buffer_dot_v1_dot_registry__pb2.BeginEpochResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RewindRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.buffer.v1.RunRegistryService/RewindRun',
+            flotilla_dot_buffer_dot_v1_dot_registry__pb2.RewindRunRequest.SerializeToString,
+            flotilla_dot_buffer_dot_v1_dot_registry__pb2.RewindRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

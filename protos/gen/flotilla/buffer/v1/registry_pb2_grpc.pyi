@@ -47,6 +47,12 @@ class RunRegistryServiceStub:
     old content. A repeat with the same request_id answers the same epoch. FAILED_PRECONDITION if the checkpoint is
     older than the committed step, or names a digest that the ledger does not have.
     """
+    RewindRun: _grpc.UnaryUnaryMultiCallable[_registry_pb2.RewindRunRequest, _registry_pb2.RewindRunResponse]
+    """Goes back below the committed step, which BeginEpoch refuses to do: the batches from `step` on are no longer
+    committed, and their prompts are issued again under a new lineage; what was generated and not yet committed stays.
+    Fences the running trainer. Remove the newer checkpoints first: a trainer starts from the newest one. Idempotent.
+    FAILED_PRECONDITION if step is not below the committed step.
+    """
     SetDesiredState: _grpc.UnaryUnaryMultiCallable[_registry_pb2.SetDesiredStateRequest, _registry_pb2.SetDesiredStateResponse]
     """Sets what the run should do. Idempotent. STOPPED is final."""
     RecordVersion: _grpc.UnaryUnaryMultiCallable[_registry_pb2.RecordVersionRequest, _registry_pb2.RecordVersionResponse]
@@ -74,6 +80,12 @@ class RunRegistryServiceAsyncStub(RunRegistryServiceStub):
     checkpoint names are committed; every TRAINED or IN_TRAINING batch from it on returns to READY, in order, with its
     old content. A repeat with the same request_id answers the same epoch. FAILED_PRECONDITION if the checkpoint is
     older than the committed step, or names a digest that the ledger does not have.
+    """
+    RewindRun: _aio.UnaryUnaryMultiCallable[_registry_pb2.RewindRunRequest, _registry_pb2.RewindRunResponse]  # type: ignore[assignment]
+    """Goes back below the committed step, which BeginEpoch refuses to do: the batches from `step` on are no longer
+    committed, and their prompts are issued again under a new lineage; what was generated and not yet committed stays.
+    Fences the running trainer. Remove the newer checkpoints first: a trainer starts from the newest one. Idempotent.
+    FAILED_PRECONDITION if step is not below the committed step.
     """
     SetDesiredState: _aio.UnaryUnaryMultiCallable[_registry_pb2.SetDesiredStateRequest, _registry_pb2.SetDesiredStateResponse]  # type: ignore[assignment]
     """Sets what the run should do. Idempotent. STOPPED is final."""
@@ -117,6 +129,18 @@ class RunRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         checkpoint names are committed; every TRAINED or IN_TRAINING batch from it on returns to READY, in order, with its
         old content. A repeat with the same request_id answers the same epoch. FAILED_PRECONDITION if the checkpoint is
         older than the committed step, or names a digest that the ledger does not have.
+        """
+
+    @_abc_1.abstractmethod
+    def RewindRun(
+        self,
+        request: _registry_pb2.RewindRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.RewindRunResponse, _abc.Awaitable[_registry_pb2.RewindRunResponse]]:
+        """Goes back below the committed step, which BeginEpoch refuses to do: the batches from `step` on are no longer
+        committed, and their prompts are issued again under a new lineage; what was generated and not yet committed stays.
+        Fences the running trainer. Remove the newer checkpoints first: a trainer starts from the newest one. Idempotent.
+        FAILED_PRECONDITION if step is not below the committed step.
         """
 
     @_abc_1.abstractmethod
