@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from flotilla.buffer.v1 import buffer_pb2_grpc, registry_pb2_grpc
 from flotilla.rollout_gateway.v1 import gateway_pb2_grpc
 from services.common.rpc import open_channel
 from services.common.service import ServiceHost, run_service
@@ -24,14 +23,7 @@ async def setup(host: ServiceHost) -> None:
     host.on_stop.append(channel.close)
     pool = EnginePool(spec.engine.server_concurrency, host.board)
     generator = Generator(spec.run_id, pool)
-    work = WorkLoop(
-        spec,
-        buffer_pb2_grpc.BufferServiceStub(channel),
-        registry_pb2_grpc.RunRegistryServiceStub(channel),
-        pool,
-        generator,
-        host.board,
-    )
+    work = WorkLoop(spec, channel, pool, generator, host.board)
     servicer = GatewayServicer(spec.run_id, pool, generator, work, host.stopping)
     host.serve(SERVICE_NAME, gateway_pb2_grpc.add_RolloutGatewayServiceServicer_to_server, servicer)
     host.board.details = lambda: _details(pool, generator, work)

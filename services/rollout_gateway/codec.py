@@ -9,9 +9,9 @@ from flotilla.common.v1 import common_pb2
 from flotilla.rollout_gateway.v1 import engine_pb2, gateway_pb2
 from services.common.errors import InvalidArgument
 from services.common.rpc import new_request_id
-from services.rollout_gateway.group import Finish, Group, SampleProgress, SamplingParams
+from services.rollout_gateway.group import Finish, Fragment, Group, SampleProgress, SamplingParams
 from services.rollout_gateway.registry import Engine, EngineState
-from services.rollout_gateway.spans import Span, Version
+from services.rollout_gateway.spans import Span, Version, loss_mask
 
 
 def version_from(message: common_pb2.PolicyVersion) -> Version:
@@ -95,6 +95,8 @@ def group_from(lease: buffer_pb2.WorkLease) -> Group:
         params_from(lease.sampling_params),
         [_progress_from(sample, lease.seed + sample.sample_index) for sample in lease.pending_samples],
         version_from(lease.required_version) if lease.HasField("required_version") else None,
+        lease.continue_across_versions,
+        lease.mask_offpolicy_tokens,
     )
 
 
@@ -104,9 +106,20 @@ def _progress_from(sample: common_pb2.Sample, seed: int) -> SampleProgress:
         seed,
         list(sample.response_token_ids),
         list(sample.rollout_log_probs),
-        list(sample.loss_mask),
         spans_from(sample.policy_spans),
         kept=len(sample.response_token_ids),
+        saved=len(sample.response_token_ids),
+    )
+
+
+def fragment_to(fragment: Fragment) -> buffer_pb2.SampleFragment:
+    """Tokens of an unfinished sample."""
+    return buffer_pb2.SampleFragment(
+        sample_index=fragment.index,
+        begin=fragment.begin,
+        response_token_ids=fragment.token_ids,
+        rollout_log_probs=fragment.log_probs,
+        policy_spans=spans_to(fragment.spans),
     )
 
 
@@ -119,14 +132,14 @@ def sample_to(group: Group, sample: SampleProgress) -> common_pb2.Sample:
         prompt_token_ids=group.prompt,
         response_token_ids=sample.token_ids,
         rollout_log_probs=sample.log_probs,
-        loss_mask=sample.loss_mask,
+        loss_mask=loss_mask(sample.spans, mask_offpolicy=group.mask_offpolicy),
         policy_spans=spans_to(sample.spans),
         finish_reason=FINISH_TO[sample.finish],
     )
 
 
-def generate_request(run_id: str, group: Group) -> engine_pb2.EngineServiceGenerateRequest:
-    """What an engine is asked for: the unfinished samples of the group."""
+def generate_request(run_id: str, group: Group, version: Version | None) -> engine_pb2.EngineServiceGenerateRequest:
+    """What an engine with `version` is asked for: the unfinished samples of the group."""
     params = group.params
     return engine_pb2.EngineServiceGenerateRequest(
         run_id=run_id,
@@ -144,5 +157,5 @@ def generate_request(run_id: str, group: Group) -> engine_pb2.EngineServiceGener
             engine_pb2.SampleRequest(sample_index=one.index, response_token_ids=one.token_ids, seed=one.seed)
             for one in group.unfinished()
         ],
-        required_version=version_to(group.required_version) if group.required_version else None,
+        required_version=version_to(version) if version and group.required_version else None,
     )

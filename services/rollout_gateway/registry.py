@@ -32,8 +32,10 @@ class Engine:
     worker_count: int
 
     def serves(self, required: Version | None) -> bool:
-        """True if it can generate now, with the required version if there is one."""
-        return self.state is EngineState.SERVING and required in (None, self.version)
+        """True if it can generate now, with the weights of the required step if there is one, in whatever epoch."""
+        if self.state is not EngineState.SERVING:
+            return False
+        return required is None or (self.version is not None and self.version.step == required.step)
 
 
 class EngineTable:

@@ -36,7 +36,7 @@ class GatewayServicer(gateway_pb2_grpc.RolloutGatewayServiceServicer):
         group = _group_by_hand(request)
         if not any(engine.serves(None) for engine in self._pool.engines()):
             raise Unavailable("no engine serves")
-        await self._generator.generate(group, lambda samples: None)
+        await self._generator.generate(group, lambda samples: None, asyncio.Event())
         return gateway_pb2.GenerateResponse(samples=[sample_to(group, sample) for sample in group.samples])
 
     async def AbortGenerations(

@@ -45,10 +45,14 @@ def spans_between(starts: Sequence[Start], begin: int, end: int) -> list[Span]:
         end: One past the last.
     """
     stops = [position for _, position in starts[1:]] + [end]
-    clipped = (
-        Span(max(start, begin), min(stop, end), version) for (version, start), stop in zip(starts, stops, strict=True)
-    )
-    return [span for span in clipped if span.begin < span.end]
+    history = (Span(start, stop, version) for (version, start), stop in zip(starts, stops, strict=True))
+    return clipped(history, begin, end)
+
+
+def clipped(spans: Iterable[Span], begin: int, end: int) -> list[Span]:
+    """The part of spans that falls into tokens [begin, end); positions stay."""
+    cut = (Span(max(span.begin, begin), min(span.end, end), span.version) for span in spans)
+    return [span for span in cut if span.begin < span.end]
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
@@ -66,3 +70,17 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 def shifted(spans: Iterable[Span], offset: int) -> list[Span]:
     """The spans, `offset` tokens later."""
     return [Span(span.begin + offset, span.end + offset, span.version) for span in spans]
+
+
+def loss_mask(spans: Sequence[Span], *, mask_offpolicy: bool) -> list[int]:
+    """1 for each token to train on, else 0.
+
+    Args:
+        spans: They cover a response without gaps.
+        mask_offpolicy: Leave out tokens of older weights than those that finished the response.
+    """
+    mask: list[int] = []
+    for span in spans:
+        left_out = mask_offpolicy and span.version < spans[-1].version
+        mask += [int(not left_out)] * (span.end - span.begin)
+    return mask

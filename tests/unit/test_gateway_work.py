@@ -87,7 +87,7 @@ async def test_stop_reason_submits_what_is_finished_and_releases():
         await until(lambda: len(world.buffer.releases) == 1)
         assert world.buffer.releases[0].error == ""
         assert list(world.buffer.submitted) == [1]
-        await until(lambda: engine.dropped == 1)
+        assert world.buffer.saved() == {0: [100, 101, 102]}
 
 
 async def test_dead_engine_is_replaced_and_tokens_of_the_same_version_are_continued():
@@ -136,23 +136,6 @@ async def test_engine_that_is_not_renewed_loses_its_groups():
         await until(lambda: first.dropped == 1)
         await world.add_engine(ScriptedEngine(length=4), "engine-1")
         await until(lambda: len(world.buffer.submitted) == 2)
-
-
-async def test_partial_sample_of_an_old_version_is_continued():
-    partial = common_pb2.Sample(
-        sample_index=1,
-        response_token_ids=[50],
-        rollout_log_probs=[-9],
-        loss_mask=[1],
-        policy_spans=[common_pb2.PolicySpan(begin=0, end=1, version=common_pb2.PolicyVersion(run_epoch=1, step=0))],
-    )
-    async with gateway() as world:
-        await world.add_engine(ScriptedEngine(version=V2, length=3))
-        world.buffer.add(make_lease(partial=partial))
-        await until(lambda: 1 in world.buffer.submitted)
-        assert list(world.buffer.submitted[1].response_token_ids) == [50, 101, 102]
-        assert list(world.buffer.submitted[1].rollout_log_probs) == [-9, -2, -3]
-        assert spans_of(world.buffer.submitted[1]) == [(0, 1, 0), (1, 3, 1)]
 
 
 async def test_error_that_repeats_releases_the_lease_with_it():
@@ -256,7 +239,7 @@ async def test_abort_by_hand_releases_with_what_is_finished():
         assert world.work.abort(["g1", "unknown"]) == 1
         await until(lambda: len(world.buffer.releases) == 1)
         assert world.buffer.releases[0].group_id == "g1"
-        assert world.work.running_groups == 1
+        await until(lambda: world.work.running_groups == 1)
 
 
 async def test_end_of_the_work_loop_hands_everything_back():
@@ -271,7 +254,27 @@ async def test_end_of_the_work_loop_hands_everything_back():
             await ended(working)
         assert list(world.buffer.submitted) == [0]
         assert [release.error for release in world.buffer.releases] == [""]
+        assert world.buffer.saved() == {1: [100, 101]}
         assert world.work.running_groups == 0
+
+
+async def test_end_of_the_work_loop_outlasts_more_cancellations():
+    async with gateway(works=False) as world:
+        engine = ScriptedEngine(length=4)
+        engine.hold_at = 2
+        await world.add_engine(engine)
+        world.buffer.add(make_lease())
+        working = asyncio.create_task(world.work.run())
+        await until(lambda: world.generator.generated_tokens == 4)
+        world.buffer.away = True
+        for _ in range(5):
+            working.cancel()
+            await asyncio.sleep(0.05)
+        world.buffer.away = False
+        await asyncio.wait([working], timeout=3)
+        assert working.cancelled()
+        assert world.buffer.saved() == {0: [100, 101], 1: [100, 101]}
+        assert len(world.buffer.releases) == 1
 
 
 async def test_other_run_spec_ends_the_work_loop():
