@@ -1,7 +1,8 @@
 """Stand-ins for the trainer's peers: real gRPC servers over a few lists, which record what the trainer does.
 
-FakeBuffer hands out batch b once version b is published, as the buffer does with max_staleness = 0. FakeAgent reads the
-shared memory as soon as a version is announced, as the real agent does. FakeCoordinator only takes note.
+FakeBuffer hands out batch b once version b is published, as the buffer does with max_staleness = 0, and while is_full
+asks for a commit whenever an acknowledged batch is not committed. FakeAgent reads the shared memory as soon as a
+version is announced, as the real agent does. FakeCoordinator only takes note.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ class Peers:
     epoch: int = 0
     stopped: bool = False
     published: list[tuple[int, int]] = field(default_factory=list)
+    leases: list[buffer_pb2.LeaseBatchRequest] = field(default_factory=list)
     acked: list[tuple[int, int]] = field(default_factory=list)
     commits: list[tuple[int, str]] = field(default_factory=list)
+    acks_at_commit: list[int] = field(default_factory=list)
     epochs: list[tuple[int, str, list[str]]] = field(default_factory=list)
     registrations: list[str] = field(default_factory=list)
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -46,6 +49,7 @@ class Peers:
     refuse_publish: str = ""
     next_batch: int = 0
     hold_batches: bool = False
+    is_full: bool = False
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def tell(self) -> None:
@@ -58,6 +62,10 @@ class Peers:
 
     def batch_ready(self) -> bool:
         return not self.hold_batches and (self.epoch, self.next_batch) in self.published
+
+    def commit_requested(self) -> bool:
+        committed = max((step for step, _ in self.commits), default=0)
+        return self.is_full and committed < self.next_batch
 
     def restart_agent(self) -> None:
         """As if another process had taken its place."""
@@ -91,6 +99,10 @@ def manifest(batch: int) -> buffer_pb2.BatchManifest:
     message.stats.dropped_groups["zero_std"] = 2
     message.stats.rollout_seconds = 2.0
     message.stats.generated_tokens = 100
+    message.stats.mixed_version_samples = 4
+    message.stats.dead_epoch_samples = 1
+    message.schedule.packing_efficiency = 0.75
+    message.schedule.imbalance = 1.25
     return message
 
 
@@ -106,14 +118,19 @@ class FakeBuffer(buffer_pb2_grpc.BufferServiceServicer):
     async def LeaseBatch(self, request: Any, context: Any) -> buffer_pb2.LeaseBatchResponse:
         peers = self.peers
         peers._check_epoch(request.run_epoch)
+        peers.leases.append(request)
+        answer = buffer_pb2.LeaseBatchResponse(commit_requested=peers.commit_requested())
         if peers.next_batch == peers.num_rollout:
-            return buffer_pb2.LeaseBatchResponse(no_batch_reason=buffer_pb2.NO_BATCH_REASON_RUN_COMPLETE)
+            answer.no_batch_reason = buffer_pb2.NO_BATCH_REASON_RUN_COMPLETE
+            return answer
         try:
             await peers.until(peers.batch_ready, min(1.0, seconds(request.wait_timeout)))
         except TimeoutError:
-            return buffer_pb2.LeaseBatchResponse(no_batch_reason=buffer_pb2.NO_BATCH_REASON_NOT_SEALED)
+            answer.no_batch_reason = buffer_pb2.NO_BATCH_REASON_NOT_SEALED
+            return answer
         peers._check_epoch(request.run_epoch)
-        return buffer_pb2.LeaseBatchResponse(manifest=manifest(peers.next_batch))
+        answer.manifest.CopyFrom(manifest(peers.next_batch))
+        return answer
 
     async def FetchSamples(self, request: Any, context: Any) -> buffer_pb2.FetchSamplesResponse:
         """Two rows a page."""
@@ -144,6 +161,7 @@ class FakeBuffer(buffer_pb2_grpc.BufferServiceServicer):
     async def Commit(self, request: Any, context: Any) -> buffer_pb2.CommitResponse:
         self.peers._check_epoch(request.run_epoch)
         self.peers.commits.append((request.step, request.checkpoint))
+        self.peers.acks_at_commit.append(len(self.peers.acked))
         await self.peers.tell()
         return buffer_pb2.CommitResponse()
 

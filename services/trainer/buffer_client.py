@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import grpc
 
 from flotilla.buffer.v1 import buffer_pb2, buffer_pb2_grpc, registry_pb2, registry_pb2_grpc
@@ -11,11 +13,22 @@ from services.common.rpc import duration, new_request_id
 from services.common.spec import RunSpec
 from services.trainer.batch import Batch, Sample
 from services.trainer.codec import batch_from_proto, sample_from_bytes
+from services.trainer.flops import SampleFlops
 from services.trainer.insist import POLL_S, insist
 
-NoBatch = buffer_pb2.NoBatchReason
 FETCH_ROWS = 1024
 """Rows asked for at once; the contract allows 4096."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """What the buffer says when it is asked for the next batch."""
+
+    batch: Batch | None
+    run_complete: bool
+    """There is none, and none will come."""
+    commit_requested: bool
+    """The buffer fills up: commit a checkpoint before the batch is trained."""
 
 
 class BufferClient:
@@ -47,18 +60,27 @@ class BufferClient:
         )
         return (await insist(self._board, "the buffer to open an epoch", self._registry.BeginEpoch, request)).run_epoch
 
-    async def lease_batch(self, run_epoch: int) -> Batch | NoBatch:
-        """Wait a while for the next batch; answers why there is none yet. Aborted if another trainer runs."""
+    async def lease_batch(self, run_epoch: int, flops: SampleFlops) -> BatchAnswer:
+        """Wait a while for the next batch, scheduled for this trainer. Aborted if another trainer runs."""
         request = buffer_pb2.LeaseBatchRequest(
             **self._ids(),
             run_epoch=run_epoch,
             data_parallel_size=1,
             max_tokens_per_micro_batch=self._spec.trainer.max_tokens_per_micro_batch,
             wait_timeout=duration(POLL_S),
+            context_parallel_size=1,
+            micro_batch_multiple=1,
+            balance_data=self._spec.trainer.balance_data,
+            flops_per_token=flops.per_token,
+            flops_per_token_squared=flops.per_token_squared,
         )
         what = "a sealed batch from the buffer"
         answer = await insist(self._board, what, self._buffer.LeaseBatch, request, poll_s=POLL_S)
-        return batch_from_proto(answer.manifest) if answer.HasField("manifest") else answer.no_batch_reason
+        return BatchAnswer(
+            batch=batch_from_proto(answer.manifest) if answer.HasField("manifest") else None,
+            run_complete=answer.no_batch_reason == buffer_pb2.NO_BATCH_REASON_RUN_COMPLETE,
+            commit_requested=answer.commit_requested,
+        )
 
     async def fetch_samples(self, batch: Batch) -> list[Sample]:
         """All samples of a batch, by row."""

@@ -22,11 +22,11 @@ def batch_from_proto(manifest: buffer_pb2.BatchManifest) -> Batch:
             for one in manifest.micro_batches
             if one.data_parallel_rank == 0
         ),
-        rollout_metrics=rollout_metrics(manifest.stats),
+        rollout_metrics=rollout_metrics(manifest.stats, manifest.schedule),
     )
 
 
-def rollout_metrics(stats: buffer_pb2.RolloutStats) -> dict[str, float]:
+def rollout_metrics(stats: buffer_pb2.RolloutStats, schedule: buffer_pb2.ScheduleStats) -> dict[str, float]:
     """The `rollout/` metrics of a batch."""
     return {
         "rollout/mean_reward": stats.mean_reward,
@@ -37,6 +37,10 @@ def rollout_metrics(stats: buffer_pb2.RolloutStats) -> dict[str, float]:
         "rollout/seconds": stats.rollout_seconds,
         "rollout/tokens_per_second": stats.generated_tokens / max(stats.rollout_seconds, 1e-9),
         "rollout/max_age": stats.max_age,
+        "rollout/mixed_version_samples": stats.mixed_version_samples,
+        "rollout/dead_epoch_samples": stats.dead_epoch_samples,
+        "rollout/packing_efficiency": schedule.packing_efficiency,
+        "rollout/imbalance": schedule.imbalance,
     }
 
 

@@ -7,6 +7,7 @@
           │                              │             coordinator: PublishVersion
           │                              ▼
           │                      LeaseBatch, FetchSamples ── RUN_COMPLETE ──► finish
+          │                              │ ── commit_requested: checkpoint, Commit
           │                              ▼
           │                  log-probs, optimizer steps   (worker thread)
           │                              ▼
@@ -34,15 +35,17 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from services.common.errors import FailedPrecondition
+from services.common.kill_points import kill_point
 from services.common.logs import get_logger
 from services.common.rpc import open_channel
 from services.common.service import ServiceHost
 from services.trainer import checkpoint, megatron
 from services.trainer.batch import Batch
-from services.trainer.buffer_client import BufferClient, NoBatch
+from services.trainer.buffer_client import BufferClient
 from services.trainer.checkpoint import RunState
 from services.trainer.control import Control, Phase, Saved
 from services.trainer.export import export_hf, share_weights, shared_memory_path
+from services.trainer.flops import forward_flops
 from services.trainer.metrics import MetricsWriter
 from services.trainer.model import read_config
 from services.trainer.publisher import RANK, Publisher
@@ -149,15 +152,17 @@ class TrainingRun:
 
     async def _next_batch(self) -> tuple[Batch, float] | None:
         """The next batch and the seconds waited for it; None when the run is complete or was ended."""
-        begun = time.monotonic()
+        begun, flops = time.monotonic(), forward_flops(self._learner.model)
         while True:
             self._control.phase = Phase.WAITING
-            answer = await self._buffer.lease_batch(self._control.run_epoch)
+            answer = await self._buffer.lease_batch(self._control.run_epoch, flops)
             waited = time.monotonic() - begun
+            if answer.commit_requested and self._control.committed_step < self._control.step:
+                await self._save()
             await self._obey()
-            if isinstance(answer, Batch):
-                return answer, waited
-            if answer == NoBatch.NO_BATCH_REASON_RUN_COMPLETE or await self._buffer.is_stopped():
+            if answer.batch is not None:
+                return answer.batch, waited
+            if answer.run_complete or await self._buffer.is_stopped():
                 return None
 
     async def _obey(self) -> None:
@@ -175,7 +180,9 @@ class TrainingRun:
         samples = await self._buffer.fetch_samples(batch)
         self._control.phase = Phase.TRAINING
         trained = await self._worker.run(self._learner.train, batch, samples)
+        kill_point("trainer_after_optimizer_step")
         await self._buffer.ack_batch(self._control.run_epoch, batch)
+        kill_point("trainer_after_ack")
         self._digests.append(batch.digest)
         self._control.step += 1
         times = {"time/wait_batch_seconds": waited_s, "time/publish_seconds": await self._publish()}
@@ -198,7 +205,9 @@ class TrainingRun:
         step = self._control.step
         state = RunState(step, self._spec.digest(), tuple(self._digests))
         path = await self._worker.run(checkpoint.save, self._root, self._learner, state)
+        kill_point("trainer_after_checkpoint")
         await self._buffer.commit(self._control.run_epoch, step, str(path))
+        kill_point("trainer_after_commit")
         self._saved_step = self._control.committed_step = step
         await self._worker.run(checkpoint.remove_old, self._root, self._spec.trainer.keep_checkpoints)
         self._control.answer_saves(Saved(step, str(path)))

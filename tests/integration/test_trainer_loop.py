@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from services.common.rpc import call, open_channel
 from services.common.spec import DeviceEndpoint, Endpoint, RunSpec, ServicesSpec, load_run
+from services.trainer.flops import forward_flops
+from services.trainer.model import read_config
 from tests.conftest import free_ports
 from tests.tiny_models import save_model
 from tests.trainer_cases import make_spec
@@ -29,6 +31,12 @@ from tests.trainer_peers import Peers, digest, serve_peers
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
 STEPS = 4
+KILL_POINTS = (
+    "trainer_after_optimizer_step",
+    "trainer_after_ack",
+    "trainer_after_checkpoint",
+    "trainer_after_commit",
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,17 +47,22 @@ class Stage:
         self.spec_file, self.spec, self.peers = spec_file, spec, peers
         self.shared_memory = Path(f"/dev/shm/flotilla-{spec.run_id}-rank0")
 
-    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-m", "services.trainer", "--run", str(self.spec_file), *arguments]
-        return await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, stderr=asyncio.subprocess.PIPE, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-        )
+    async def start(self, **environment: str) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "services.trainer", "--run", str(self.spec_file)]
+        environment |= {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE, env=environment)
 
     def rows(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.spec.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def exported(self) -> dict[str, torch.Tensor]:
         return load_file(self.spec.run_dir / "hf" / "model.safetensors")
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 async def finish(process: asyncio.subprocess.Process, timeout_s: float = 90.0) -> tuple[int, str]:
@@ -82,7 +95,7 @@ async def make_stage(run_id: str, model: Path, tmp_path: Path) -> AsyncIterator[
         tmp_path / "run",
         algorithm={"num_steps_per_rollout": 2},
         optimizer={"lr": 3e-3},
-        trainer={"save_interval": 2, "keep_checkpoints": 1, "num_threads": 1},
+        trainer={"save_interval": 2, "keep_checkpoints": 1, "num_threads": 1, "balance_data": True},
         rollout={"num_rollout": STEPS},
         services=services.model_dump(mode="json"),
         data={"prompt_data": str(tmp_path / "prompts.jsonl")},
@@ -125,6 +138,15 @@ async def test_a_whole_run(whole_run: Stage) -> None:
     assert not whole_run.shared_memory.exists()
 
 
+async def test_the_buffer_hears_of_the_layout(whole_run: Stage, model: Path) -> None:
+    flops = forward_flops(read_config(model))
+    for lease in whole_run.peers.leases:
+        assert (lease.data_parallel_size, lease.context_parallel_size, lease.micro_batch_multiple) == (1, 1, 1)
+        assert lease.max_tokens_per_micro_batch == whole_run.spec.trainer.max_tokens_per_micro_batch
+        assert lease.balance_data
+        assert (lease.flops_per_token, lease.flops_per_token_squared) == (flops.per_token, flops.per_token_squared)
+
+
 async def test_the_agent_sees_hf_tensors_of_each_version(whole_run: Stage, model: Path) -> None:
     registered = whole_run.peers.registered
     assert registered is not None
@@ -146,6 +168,7 @@ async def test_metrics_of_a_run(whole_run: Stage) -> None:
         assert row["rollout/mean_reward"] == 0.5
         assert row["rollout/dropped_groups"] == 2
         assert row["rollout/tokens_per_second"] == 50
+        assert row["rollout/packing_efficiency"] == 0.75
         assert row["train/skipped_steps"] == 0
         assert row["train/log_prob_gap_max"] > row["train/log_prob_gap_mean"] > 0
         assert (row["time/save_seconds"] > 0) == (row["step"] == 3), "the checkpoint of step 2"
@@ -167,9 +190,47 @@ async def test_a_killed_trainer_goes_on_where_the_checkpoint_is(whole_run: Stage
         assert stage.peers.acked[3:] == [(2, 2), (2, 3)]
         assert (2, 2) in stage.peers.published, "the version it starts from is published first"
         assert not stage.shared_memory.exists()
-        expected = whole_run.exported()
-        for name, tensor in stage.exported().items():
-            assert torch.equal(tensor, expected[name]), name
+        assert_same(stage.exported(), whole_run.exported())
+
+
+async def test_a_trainer_killed_at_every_kill_point_ends_bitwise_alike(
+    whole_run: Stage, model: Path, tmp_path: Path
+) -> None:
+    kill_points = tmp_path / "kill_points"
+    kill_points.mkdir()
+    for name in KILL_POINTS:
+        (kill_points / name).touch()
+    async with make_stage("trainer-kill-points", model, tmp_path) as stage:
+        peers, root = stage.peers, stage.spec.run_dir / "checkpoints"
+        for _ in KILL_POINTS:
+            code, errors = await finish(await stage.start(FLOTILLA_KILL_POINTS=str(kill_points)))
+            assert code == -signal.SIGKILL, errors[-4000:]
+        assert list(kill_points.iterdir()) == []
+        code, errors = await finish(await stage.start(FLOTILLA_KILL_POINTS=str(kill_points)))
+        assert code == 0, errors[-4000:]
+        assert [step for step, _, _ in peers.epochs] == [0, 0, 0, 2, 4]
+        assert peers.acked == [(2, 0), (3, 0), (3, 1), (4, 2), (4, 3)]
+        assert peers.commits == [(4, str(root / "step-00000004"))], "BeginEpoch commits the one before"
+        assert_same(stage.exported(), whole_run.exported())
+
+
+async def test_a_full_buffer_gets_a_checkpoint_before_the_next_batch(
+    whole_run: Stage, model: Path, tmp_path: Path
+) -> None:
+    """Step 1 is committed while the trainer waits for a batch, step 3 although there is one."""
+    async with make_stage("trainer-full", model, tmp_path) as stage:
+        peers = stage.peers
+        peers.is_full = True
+        process = await stage.start()
+        await peers.until(lambda: (1, 0) in peers.acked)
+        peers.hold_batches = True
+        await peers.until(lambda: peers.commits)
+        peers.hold_batches = False
+        await peers.tell()
+        code, errors = await finish(process)
+        assert code == 0, errors[-4000:]
+        assert [step for step, _ in peers.commits] == peers.acks_at_commit == [1, 2, 3, 4]
+        assert_same(stage.exported(), whole_run.exported())
 
 
 async def test_control_and_restarts_of_peers(model: Path, tmp_path: Path) -> None:

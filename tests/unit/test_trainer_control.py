@@ -64,6 +64,10 @@ def test_a_batch_from_its_manifest() -> None:
     assert [(one.optimizer_step, one.rows) for one in batch.micro_batches] == [(0, (0, 2)), (0, (1,)), (1, (3, 4, 5))]
     assert batch.rollout_metrics["rollout/dropped_groups"] == 2
     assert batch.rollout_metrics["rollout/tokens_per_second"] == 50
+    assert batch.rollout_metrics["rollout/mixed_version_samples"] == 4
+    assert batch.rollout_metrics["rollout/dead_epoch_samples"] == 1
+    assert batch.rollout_metrics["rollout/packing_efficiency"] == 0.75
+    assert batch.rollout_metrics["rollout/imbalance"] == 1.25
 
 
 def test_stats_without_time_have_no_speed() -> None:
