@@ -53,6 +53,8 @@ def make_spec(directory: Path, redis_port: int, **rollout: Any) -> RunSpec:
                 "reward": {"grpc_port": ports[2], "http_port": ports[3]},
             },
             "redis": {"port": redis_port},
+            "engine": {"max_model_len": 1 << 16},
+            "trainer": {"save_interval": 2},
         }
     )
 
@@ -141,6 +143,48 @@ class Buffer:
         )
         return list((await self.stub.LeaseWork(request, timeout=wait_s + 10)).leases)
 
+    def fragment(self, index: int, begin: int, text: str, version: tuple[int, int] = (1, 0)) -> Any:
+        """Tokens of an unfinished sample, from token `begin` on."""
+        tokens = [_TOKENS[character] for character in text]
+        return pb.SampleFragment(
+            sample_index=index,
+            begin=begin,
+            response_token_ids=tokens,
+            rollout_log_probs=[-1.0] * len(tokens),
+            policy_spans=[_span(begin, begin + len(tokens), version)],
+        )
+
+    async def renew(self, lease: Any, *progress: Any) -> str:
+        """Extend a lease and save tokens; returns why it must stop, or ''."""
+        request = pb.RenewLeaseRequest(
+            run_id=RUN_ID,
+            request_id=uuid.uuid4().hex,
+            lease_token=lease.lease_token,
+            group_id=lease.group_id,
+            progress=progress,
+        )
+        reason = (await self.stub.RenewLease(request, timeout=10)).stop_reason
+        return pb.StopReason.Name(reason).removeprefix("STOP_REASON_") if reason else ""
+
+    async def release(self, lease: Any, *progress: Any, error: str = "") -> None:
+        request = pb.ReleaseLeaseRequest(
+            run_id=RUN_ID,
+            request_id=uuid.uuid4().hex,
+            lease_token=lease.lease_token,
+            group_id=lease.group_id,
+            error=error,
+            progress=progress,
+        )
+        await self.stub.ReleaseLease(request, timeout=10)
+
+    async def group(self, group_id: str) -> Any:
+        return (await self.stub.GetGroup(pb.GetGroupRequest(run_id=RUN_ID, group_id=group_id), timeout=10)).summary
+
+    async def audit(self) -> list[str]:
+        """What contradicts itself in the ledger."""
+        answer = await self.stub.AuditLedger(pb.AuditLedgerRequest(run_id=RUN_ID), timeout=60)
+        return [f"{one.subject}: {one.problem}" for one in answer.discrepancies]
+
     async def submit(self, lease: Any, indices: tuple[int, ...] | None = None, text: str = "", version=(1, 0)) -> Any:
         """Submit samples whose responses are their index and then `text`."""
         samples = [
@@ -206,11 +250,12 @@ class Buffer:
         raise AssertionError(f"wanted {wanted}, still {found}")
 
     async def fill_batch(self, epoch: int, text: str = "") -> list[Any]:
-        """Generate whatever is handed out until a batch can be leased."""
+        """Generate whatever is handed out, by the live weights."""
         done = []
+        version = (epoch, (await self.stats()).live_version.step)
         while leases := await self.lease():
             for lease in leases:
-                await self.submit(lease, text=text, version=(epoch, 0))
+                await self.submit(lease, text=text, version=version)
             done += leases
         return done
 
@@ -225,13 +270,14 @@ def make_sample(lease: Any, index: int, text: str, version: tuple[int, int]) -> 
         response_token_ids=tokens,
         rollout_log_probs=[-1.0] * len(tokens),
         loss_mask=[1] * len(tokens),
-        policy_spans=[
-            common_pb2.PolicySpan(
-                begin=0, end=len(tokens), version=common_pb2.PolicyVersion(run_epoch=version[0], step=version[1])
-            )
-        ],
+        policy_spans=[_span(0, len(tokens), version)],
         finish_reason=common_pb2.FINISH_REASON_STOP,
     )
+
+
+def _span(begin: int, end: int, version: tuple[int, int]) -> Any:
+    weights = common_pb2.PolicyVersion(run_epoch=version[0], step=version[1])
+    return common_pb2.PolicySpan(begin=begin, end=end, version=weights)
 
 
 def _byte_tokens() -> dict[str, int]:
@@ -249,7 +295,7 @@ _TOKENS = _byte_tokens()
 async def status_of(call: Any) -> str:
     """Name of the status that a call ends with."""
     try:
-        await call
+        await (call.read() if isinstance(call, grpc.aio.UnaryStreamCall) else call)
     except grpc.aio.AioRpcError as error:
         return error.code().name
     return "OK"

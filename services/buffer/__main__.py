@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import Gauge
-
 from flotilla.buffer.v1 import buffer_pb2_grpc, registry_pb2_grpc
+from services.buffer.capacity import check_capacity
+from services.buffer.connection import check_durability
 from services.buffer.data import load_prompts, load_tokenizer, stop_token_ids
 from services.buffer.evaluation import Evaluations
-from services.buffer.ledger import Ledger, Stats
+from services.buffer.filters import load_buffer_filter, load_filter
+from services.buffer.grading import Grader
+from services.buffer.ledger import Ledger
 from services.buffer.registry_servicer import RegistryServicer
 from services.buffer.run import Run
+from services.buffer.sealing import Sealer
 from services.buffer.servicer import BufferServicer
-from services.buffer.work import Worker
+from services.buffer.watch import StatsWatch
+from services.buffer.work import expire_loop, repeat
 from services.common.errors import Unavailable
 from services.common.logs import get_logger
 from services.common.rpc import open_channel
@@ -31,12 +35,6 @@ from services.common.service import Backoff, ServiceHost, run_service
 from services.common.spec import RunSpec
 
 REDIS_PATIENCE_S = 300.0
-STATS_EVERY_S = 1.0
-
-GROUPS = Gauge("flotilla_buffer_groups", "Groups by state", ["ledger", "state"])
-ISSUED = Gauge("flotilla_buffer_issued_groups", "Groups ever issued", ["ledger"])
-UNACCOUNTED = Gauge("flotilla_buffer_unaccounted_groups", "Issued minus the sum over all states; 0 always", ["ledger"])
-
 log = get_logger(__name__)
 
 
@@ -53,62 +51,23 @@ def load_run_data(spec: RunSpec, ledger: Ledger) -> Run:
             name: load_prompts(one.prompt_data, spec.data, tokenizer, one.max_prompts)
             for name, one in spec.evaluation.sets.items()
         },
+        group_filter=load_filter(spec.rollout.dynamic_sampling_filter),
+        buffer_filter=load_buffer_filter(spec.rollout.buffer_filter) if spec.rollout.buffer_filter else None,
     )
 
 
-async def wait_for_redis(ledger: Ledger, host: ServiceHost) -> None:
-    """Return when Redis answers and is durable. Raises Unavailable after a while."""
+async def wait_for_redis(ledger: Ledger, host: ServiceHost) -> int:
+    """Return when Redis answers and is durable, with its memory limit in bytes. Raises Unavailable after a while."""
     backoff, loop = Backoff(), asyncio.get_running_loop()
     give_up = loop.time() + REDIS_PATIENCE_S
     with host.board.waiting("Redis"):
         while True:
             try:
-                return await ledger.check_durability()
+                return await check_durability(ledger.redis, host.spec.redis)
             except Unavailable:
                 if loop.time() > give_up:
                     raise
             await backoff.wait()
-
-
-class StatsWatch:
-    """Keeps the last counts for metrics, /statusz and /readyz."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._stats: Stats | None = None
-        self._problem = "no counts yet"
-
-    async def loop(self) -> None:
-        """Read the counts every second."""
-        while True:
-            try:
-                self._show(await self._ledger.stats())
-                self._problem = ""
-            except Unavailable as error:
-                self._problem = str(error)
-            await asyncio.sleep(STATS_EVERY_S)
-
-    def problem(self) -> str:
-        """Readiness."""
-        return self._problem
-
-    def details(self) -> dict[str, object]:
-        """For /statusz."""
-        if self._stats is None:
-            return {}
-        groups = {state.value: count for state, count in self._stats.train.items() if count}
-        return {"groups": groups, "dropped": self._stats.dropped, "failed": self._stats.failed, "run": self._stats.run}
-
-    def _show(self, stats: Stats) -> None:
-        self._stats = stats
-        for ledger, counts, issued in (
-            ("train", stats.train, stats.number("issued")),
-            ("eval", stats.evaluation, stats.number("eval_issued")),
-        ):
-            ISSUED.labels(ledger).set(issued)
-            UNACCOUNTED.labels(ledger).set(issued - sum(counts.values()))
-            for state, count in counts.items():
-                GROUPS.labels(ledger, state.value).set(count)
 
 
 async def setup(host: ServiceHost) -> None:
@@ -118,11 +77,11 @@ async def setup(host: ServiceHost) -> None:
     host.on_stop.append(ledger.close)
     run = await asyncio.to_thread(load_run_data, spec, ledger)
     log.info("prompts", count=len(run.training.prompts), overlong=run.training.overlong)
-    await wait_for_redis(ledger, host)
+    check_capacity(spec, await wait_for_redis(ledger, host))
     await ledger.register(spec.digest(), run.data_digest())
     reward_channel = open_channel(spec.services.reward.grpc)
     host.on_stop.append(reward_channel.close)
-    evaluations, watch = Evaluations(run), StatsWatch(ledger)
+    evaluations, watch, settling = Evaluations(run), StatsWatch(run), asyncio.Lock()
     host.board.checks["redis"] = watch.problem
     host.board.details = watch.details
     host.serve(
@@ -135,8 +94,10 @@ async def setup(host: ServiceHost) -> None:
         registry_pb2_grpc.add_RunRegistryServiceServicer_to_server,
         RegistryServicer(run, evaluations),
     )
-    for name, loop in Worker(run, host.board, reward_channel).loops().items():
-        host.spawn(loop(), name)
+    grader, sealer = Grader(run, host.board, reward_channel, settling), Sealer(run, host.board, settling)
+    host.spawn(expire_loop(run), "expire")
+    host.spawn(repeat(run, host.board, "grade", grader.step), "grade")
+    host.spawn(repeat(run, host.board, "seal", sealer.step), "seal")
     host.spawn(watch.loop(), "stats")
     host.spawn(evaluations.write_loop(), "evaluations")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.common.v1 import common_pb2
-from services.buffer.ledger import Group
+from services.buffer.records import Group
 from services.buffer.run import RECHECK_S, Run
 from services.buffer.states import State
 from services.common.errors import Unavailable

@@ -52,15 +52,26 @@ class RegistryServicer(registry_pb2_grpc.RunRegistryServiceServicer):
         epoch = await self._ledger.begin_epoch(
             request.request_id, request.checkpoint_step, request.checkpoint, request.batch_digests
         )
-        self._run.pulse.beat()
+        self._run.turn()
         return pb.BeginEpochResponse(run_epoch=epoch)
+
+    async def RewindRun(self, request: pb.RewindRunRequest, context: Context) -> pb.RewindRunResponse:
+        """Go back below the committed step."""
+        self._run.check_run_id(request.run_id)
+        if not request.request_id:
+            raise InvalidArgument("request_id is empty", "request_id")
+        if request.step < 0:
+            raise InvalidArgument("step is negative", "step")
+        lineage, reissued = await self._ledger.rewind(request.request_id, request.step)
+        self._run.turn()
+        return pb.RewindRunResponse(lineage=lineage, reissued_groups=reissued)
 
     async def SetDesiredState(self, request: pb.SetDesiredStateRequest, context: Context) -> pb.SetDesiredStateResponse:
         """Record what the run should do."""
         self._run.check_run_id(request.run_id)
         name = codec.enum_name(pb.DesiredState, request.desired_state, "desired_state").removeprefix("DESIRED_STATE_")
         await self._ledger.set_desired_state(name)
-        self._run.pulse.beat()
+        self._run.turn()
         return pb.SetDesiredStateResponse()
 
     async def RecordVersion(self, request: pb.RecordVersionRequest, context: Context) -> pb.RecordVersionResponse:
@@ -73,7 +84,7 @@ class RegistryServicer(registry_pb2_grpc.RunRegistryServiceServicer):
             raise InvalidArgument(f"version.version.step = {step} is no step of this run", "version.version.step")
         due = self._evaluations.due_sets(step) if name == "LIVE" else {}
         await self._ledger.record_version(version.version.run_epoch, step, name, version.SerializeToString(), due)
-        self._run.pulse.beat()
+        self._run.turn()
         return pb.RecordVersionResponse()
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:

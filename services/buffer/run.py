@@ -10,8 +10,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from services.buffer.capacity import MEMORY_SHARE
+from services.buffer.connection import memory_use
 from services.buffer.data import Prompt, PromptData
-from services.buffer.ledger import Group, Ledger
+from services.buffer.filters import BufferFilter, GroupFilter
+from services.buffer.ledger import Ledger
+from services.buffer.records import Group
 from services.common.errors import InvalidArgument, NotFound
 from services.common.spec import RunSpec
 
@@ -21,6 +25,7 @@ RECHECK_S = 1.0
 """A long poll looks again this often even if nothing stirs, since leases lapse without anybody's doing."""
 MAX_WAIT_S = 60.0
 """Longest long poll."""
+COMMIT_SHARE = 0.6
 
 
 class Pulse:
@@ -43,6 +48,25 @@ class Pulse:
                 await event.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What Redis uses, in bytes."""
+
+    used: int = 0
+    limit: int = 0
+    """0 if there is none."""
+
+    @property
+    def wants_commit(self) -> bool:
+        """From here on the trainer is asked for an early checkpoint."""
+        return self.limit > 0 and self.used >= COMMIT_SHARE * self.limit
+
+    @property
+    def is_short(self) -> bool:
+        """From here on nothing fresh is issued, as long as a commit can free something."""
+        return self.limit > 0 and self.used >= MEMORY_SHARE * self.limit
+
+
 @dataclass(slots=True)
 class Run:
     """One run, as the buffer serves it."""
@@ -53,7 +77,24 @@ class Run:
     stop_token_ids: list[int]
     training: PromptData
     evaluation: dict[str, PromptData]
+    group_filter: GroupFilter
+    """Decides which graded groups are kept."""
+    buffer_filter: BufferFilter | None
+    """Decides which interrupted groups go on; None takes all, oldest first."""
     pulse: Pulse = field(default_factory=Pulse)
+    stop_pulse: Pulse = field(default_factory=Pulse)
+    """Something may have changed that stops leases."""
+    memory: Memory = Memory()
+    """As of the last look."""
+
+    async def look_at_memory(self) -> None:
+        """Note what Redis uses now."""
+        self.memory = Memory(*await memory_use(self.ledger.redis))
+
+    def turn(self) -> None:
+        """Something happened to the run as a whole: wake long polls and those who watch for stops."""
+        self.pulse.beat()
+        self.stop_pulse.beat()
 
     def check_run_id(self, run_id: str) -> None:
         """Raise if a request is for another run, or for none."""
@@ -71,7 +112,7 @@ class Run:
         """The prompt of a group."""
         if group.is_evaluation:
             return self.evaluation[group.text("set")].prompts[group.number("index")]
-        return self.training.at(group.number("issue"))
+        return self.training.at(group.prompt_number)
 
     def group_size(self, group_id: str) -> int:
         """Samples in a group."""

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from flotilla.buffer.v1 import buffer_pb2 as pb
 from flotilla.common.v1 import common_pb2
-from services.buffer.ledger import Group, SampleHeader
+from services.buffer.records import Group, SampleHeader
 from services.buffer.rewards import group_advantages
 
 
-def make_manifest(batch: int, groups: Sequence[Group], num_steps: int, interval: Mapping[str, str]) -> pb.BatchManifest:
+def make_manifest(
+    batch: int, groups: Sequence[Group], num_steps: int, interval: Mapping[str, str], live_epoch: int = 1
+) -> pb.BatchManifest:
     """The manifest of a batch without its schedule.
 
     Args:
@@ -21,6 +23,7 @@ def make_manifest(batch: int, groups: Sequence[Group], num_steps: int, interval:
         groups: KEPT groups, sorted by group id.
         num_steps: Optimizer steps; they take consecutive rows, equally many.
         interval: What the ledger counted since the last seal.
+        live_epoch: Epoch of the weights that serve; older ones are dead.
     """
     rows = [row for group in groups for row in _rows(group)]
     per_step = len(rows) // num_steps
@@ -28,11 +31,11 @@ def make_manifest(batch: int, groups: Sequence[Group], num_steps: int, interval:
         row.optimizer_step = index // per_step
     return pb.BatchManifest(
         batch=batch,
-        digest=_digest(batch, rows, groups),
+        digest=batch_digest(batch, rows, groups),
         rows=rows,
         optimizer_steps=num_steps,
         rollouts_per_step=[per_step] * num_steps,
-        stats=_stats(batch, groups, interval),
+        stats=_stats(batch, groups, interval, live_epoch),
     )
 
 
@@ -52,7 +55,8 @@ def _rows(group: Group) -> list[pb.BatchRow]:
     ]
 
 
-def _digest(batch: int, rows: Sequence[pb.BatchRow], groups: Sequence[Group]) -> str:
+def batch_digest(batch: int, rows: Sequence[pb.BatchRow], groups: Sequence[Group]) -> str:
+    """SHA-256, in hexadecimal, over what the trainer gets: rows and the hashes of their payloads."""
     hashes = {group.group_id: group for group in groups}
     content = [
         (r.group_id, r.sample_index, r.advantage, r.loss_denominator, r.optimizer_step,
@@ -62,7 +66,7 @@ def _digest(batch: int, rows: Sequence[pb.BatchRow], groups: Sequence[Group]) ->
     return hashlib.sha256(json.dumps([batch, content]).encode()).hexdigest()
 
 
-def _stats(batch: int, groups: Sequence[Group], interval: Mapping[str, str]) -> pb.RolloutStats:
+def _stats(batch: int, groups: Sequence[Group], interval: Mapping[str, str], live_epoch: int) -> pb.RolloutStats:
     headers: list[SampleHeader] = [header for group in groups for header in group.headers().values()]
     started = int(interval.get("started_ms", interval["now_ms"]))
     return pb.RolloutStats(
@@ -74,4 +78,6 @@ def _stats(batch: int, groups: Sequence[Group], interval: Mapping[str, str]) -> 
         rollout_seconds=(int(interval["now_ms"]) - started) / 1000,
         generated_tokens=int(interval.get("tokens", 0)),
         max_age=batch - min(h.oldest_step for h in headers),
+        mixed_version_samples=sum(len(h.versions) > 1 for h in headers),
+        dead_epoch_samples=sum(any(int(v.split(":")[0]) < live_epoch for v in h.versions) for h in headers),
     )

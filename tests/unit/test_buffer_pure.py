@@ -1,31 +1,19 @@
-"""The buffer's pure parts: filter, advantages, schedule, admission, against formulas written here."""
+"""The buffer's pure parts: advantages, admission, against formulas written here."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.buffer.rewards import drop_reason, group_advantages, shuffled
-from services.buffer.schedule import make_schedule
+from services.buffer.rewards import group_advantages, shuffled
 from services.buffer.states import MOVES, TERMINAL, State, admission_credit
+from services.common.spec import RolloutSpec
 
 REWARDS = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
-
-
-@given(REWARDS)
-def test_filter_keeps_what_spreads(rewards):
-    spread = np.std(np.array(rewards, dtype=np.float64), ddof=1)
-    if abs(spread - 1e-6) > 1e-9:
-        assert (drop_reason("nonzero_std", rewards) == "") == bool(spread > 1e-6)
-    assert drop_reason("none", rewards) == ""
-
-
-def test_drop_reason_names_the_reward():
-    assert drop_reason("nonzero_std", [1.0, 1.0]) == "zero_std_1.0"
-    assert drop_reason("nonzero_std", [0.0, 0.0, 0.0]) == "zero_std_0.0"
 
 
 @given(REWARDS)
@@ -41,43 +29,39 @@ def test_shuffling_only_permutes(rewards, seed):
     assert shuffled(rewards, seed) == shuffled(rewards, seed)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 2)), min_size=12, max_size=40),
-    st.integers(1, 3),
-    st.integers(20, 120),
-)
-def test_schedule_covers_every_row_once_within_the_limit(rows, ranks, limit):
-    lengths, steps = [n for n, _ in rows], [s for _, s in rows]
-    plans = make_schedule(lengths, steps, ranks, limit)
-    assert sorted(row for plan in plans for row in plan.rows) == list(range(len(rows)))
-    for plan in plans:
-        assert {steps[row] for row in plan.rows} <= {plan.optimizer_step}
-        assert len(plan.rows) == 1 or sum(lengths[row] for row in plan.rows) <= limit
-    for step in set(steps):
-        per_rank = [sum(p.optimizer_step == step and p.data_parallel_rank == r for p in plans) for r in range(ranks)]
-        assert len(set(per_rank)) == 1, "every rank has as many micro-batches"
-
-
-def test_schedule_packs_first_fit():
-    plans = make_schedule([100, 200, 300], [0, 0, 0], 1, 300)
-    assert [plan.rows for plan in plans] == [[0, 1], [2]]
-
-
-def credit(**changes: int) -> int:
-    facts = {"live_step": 0, "kept": 0, "in_play": 0, "batch_size": 8, "over_sampling": 8, "max_staleness": 0}
-    return admission_credit(**facts | {"num_rollout": 10} | changes)
+def credit(step: int = 0, kept: int = 0, in_play: int = 0, recent: tuple[int, int] = (0, 0), **rollout: Any) -> int:
+    spec = RolloutSpec(**{"num_rollout": 10, "rollout_batch_size": 8, "n_samples_per_prompt": 2} | rollout)
+    return admission_credit(
+        spec, step=step, kept=kept, in_play=in_play, recent_kept=recent[0], recent_decided=recent[1]
+    )
 
 
 def test_admission_bound():
     assert credit() == 8
     assert credit(in_play=8) == 0, "one batch is out"
     assert credit(kept=8) == 0, "and it stays out until the next live version"
-    assert credit(live_step=1, kept=8) == 8
+    assert credit(step=1, kept=8) == 8
     assert credit(max_staleness=1) == 16
-    assert credit(over_sampling=12) == 12
-    assert credit(live_step=9, kept=72) == 8
-    assert credit(live_step=10, kept=80) == 0, "nothing beyond the run"
-    assert credit(live_step=2, kept=40) == -16, "after a rewind more is out than the bound allows"
+    assert credit(over_sampling_batch_size=12) == 12
+    assert credit(step=9, kept=72) == 8
+    assert credit(step=10, kept=80) == 0, "nothing beyond the run"
+    assert credit(step=2, kept=40) == -16, "after a trainer went back more is out than the bound allows"
+
+
+def test_refill_by_estimate_issues_what_the_keep_rate_says_is_missing():
+    over = {"over_sampling_batch_size": 16}
+    assert credit(**over) == 16, "nothing is known: as many as are over-sampled"
+    assert credit(kept=4, recent=(24, 24), **over) == 5, "nearly all are kept: 4 missing x 40 / 32"
+    assert credit(kept=4, in_play=5, recent=(24, 24), **over) == 0
+    assert credit(kept=4, recent=(0, 100), **over) == 12, "never more than the bound"
+    assert credit(kept=8, recent=(0, 100), **over) == 0, "nothing is missing"
+
+
+def test_refill_by_batch_issues_a_whole_over_sampling_batch():
+    batch = {"over_sampling_batch_size": 16, "refill": "batch"}
+    assert credit(**batch) == 16
+    assert credit(in_play=8, **batch) == 0, "enough can still be kept"
+    assert credit(kept=3, in_play=4, **batch) == 16, "one is missing: a whole batch, outside the bound"
 
 
 def test_the_table_of_moves_is_closed_and_ends():

@@ -13,8 +13,16 @@ from typer.testing import CliRunner
 
 from services.cli import preflight
 from services.cli.main import app
-from services.cli.preflight import check_gpus, check_inputs, check_machine, check_ports, make_run_dir, write_run_file
-from services.common.spec import RunSpec, SpecError, load_run
+from services.cli.preflight import (
+    check_gpus,
+    check_inputs,
+    check_machine,
+    check_ports,
+    check_redis,
+    make_run_dir,
+    write_run_file,
+)
+from services.common.spec import RedisSpec, RunSpec, SpecError, load_run
 from tests.conftest import free_ports
 
 ROW = {"prompt": "1+1", "label": "2"}
@@ -128,6 +136,18 @@ def test_no_redis(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "find_redis", lambda: None)
     with pytest.raises(SpecError, match="no redis-server on PATH; install Redis"):
         check_machine(on_free_ports(tmp_path))
+
+
+@pytest.mark.parametrize("setting", ['username = "flotilla"', 'password_file = "password"', "tls = true"])
+def test_the_redis_that_the_supervisor_starts_has_neither_users_nor_tls(tmp_path, setting):
+    spec = spec_of(tmp_path, more=f"[redis]\n{setting}\n")
+    with pytest.raises(SpecError, match=rf"redis\.{setting.split()[0]}: .* open Redis on 127\.0\.0\.1, .*leave it out"):
+        check_redis(spec.redis)
+
+
+def test_a_redis_elsewhere_needs_nothing_here(monkeypatch):
+    monkeypatch.setattr(preflight, "find_redis", lambda: None)
+    check_redis(RedisSpec(host="redis.example", username="flotilla", password_file=Path("password"), tls=True))
 
 
 def test_shared_memory_smaller_than_the_weights(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ if digest ~= ARGV[3] then
   return fail('FAILED_PRECONDITION', 'batch ' .. ARGV[2] .. ' has digest ' .. digest .. ', not ' .. ARGV[3])
 end
 if state == 'IN_TRAINING' then
+  even_if_full()
   move_batch(ARGV[2], 'IN_TRAINING', 'TRAINED')
   redis.call('HSET', RUN, 'acked', ARGV[2] + 1)
   return 1

@@ -1,7 +1,4 @@
--- ARGV: gid, reason, message. A group that cannot be graded.
-local gid = ARGV[1]
-if redis.call('HGET', group_key(gid), 'state') ~= 'GENERATED' then return 0 end
-redis.call('HSET', group_key(gid), 'reason', ARGV[3])
-redis.call('HINCRBY', P .. ledger_of(gid) .. ':failed_reasons', ARGV[2], 1)
-move(gid, 'GENERATED', 'FAILED')
+-- ARGV: gid, state that it is in, reason, message. A group that cannot be graded or filtered.
+if redis.call('HGET', group_key(ARGV[1]), 'state') ~= ARGV[2] then return 0 end
+finish(ARGV[1], ARGV[2], 'FAILED', ARGV[4], ARGV[3])
 return 1

@@ -1,0 +1,113 @@
+-- Shared: what becomes of leases and of the tokens of unfinished samples.
+
+local function group_size(gid) return policy(ledger_of(gid) == 'eval' and 'evaluation_samples' or 'samples') end
+
+local function note_age(gid, step)
+  if ledger_of(gid) == 'eval' then return end
+  local oldest = redis.call('HGET', group_key(gid), 'oldest')
+  if oldest and tonumber(oldest) <= step then return end
+  redis.call('HSET', group_key(gid), 'oldest', step)
+  redis.call('ZADD', AGING, step, gid)
+end
+
+-- Saves fragments of unfinished samples: ARGV[first], ... hold index, begin, tokens, oldest step, newest step, payload of each.
+local function save_fragment(gid, index, begin, tokens, oldest, newest, payload)
+  local key, begins, gone = group_key(gid), {}, 0
+  if redis.call('HEXISTS', key, 'h:' .. index) == 1 then return end -- it was finished meanwhile
+  local saved = number_in(key, 'p:' .. index)
+  local is_boundary = begin == saved
+  for one in string.gmatch(redis.call('HGET', key, 'f:' .. index) or '', '%d+') do
+    is_boundary = is_boundary or tonumber(one) == begin
+    if tonumber(one) < begin then begins[#begins + 1] = one else gone = gone + 1 end
+  end
+  if not is_boundary then
+    return fail('FAILED_PRECONDITION', 'progress of sample ' .. index .. ' of ' .. gid .. ' begins at token ' .. begin ..
+      ', where no fragment begins or ends; ' .. saved .. ' are saved')
+  end
+  for _ = 1, gone do redis.call('RPOP', partial_key(gid, index)) end
+  begins[#begins + 1] = begin
+  redis.call('RPUSH', partial_key(gid, index), payload)
+  redis.call('HSET', key, 'p:' .. index, begin + tokens, 'f:' .. index, table.concat(begins, ' '))
+  local from, to = redis.call('HGET', key, 'partial_oldest'), redis.call('HGET', key, 'newest')
+  redis.call('HSET', key, 'partial_oldest', math.min(from or oldest, oldest), 'newest', math.max(to or newest, newest))
+  note_age(gid, oldest)
+end
+
+-- Saves fragments of unfinished samples: ARGV[first], ... hold index, begin, tokens, oldest step, newest step, payload of each.
+local function save_fragments(gid, first)
+  for at = first, #ARGV, 6 do
+    local refused = save_fragment(gid, ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3]),
+      tonumber(ARGV[at + 4]), ARGV[at + 5])
+    if refused then return refused end
+  end
+end
+
+local function forget_fragments(gid, index)
+  redis.call('DEL', partial_key(gid, index))
+  redis.call('HDEL', group_key(gid), 'p:' .. index, 'f:' .. index)
+end
+
+local function partial_tokens(gid)
+  local total = 0
+  for index = 0, group_size(gid) - 1 do total = total + number_in(group_key(gid), 'p:' .. index) end
+  return total
+end
+
+-- The age of what is kept of a group, without that of a lease.
+local function recount_age(gid)
+  local key = group_key(gid)
+  local oldest = tonumber(redis.call('HGET', key, 'partial_oldest'))
+  for index = 0, group_size(gid) - 1 do
+    local header = redis.call('HGET', key, 'h:' .. index)
+    if header then oldest = math.min(oldest or cjson.decode(header)[5], cjson.decode(header)[5]) end
+  end
+  redis.call('HDEL', key, 'oldest')
+  redis.call('ZREM', AGING, gid)
+  if oldest then note_age(gid, oldest) end
+end
+
+-- Throws the tokens of unfinished samples away, and counts them.
+local function discard_partial(gid, reason)
+  redis.call('HINCRBY', P .. 'discarded', reason, partial_tokens(gid))
+  for index = 0, group_size(gid) - 1 do forget_fragments(gid, index) end
+  redis.call('HDEL', group_key(gid), 'partial_oldest', 'newest')
+  recount_age(gid)
+end
+
+-- Ends a lease without completing the group.
+local function end_lease(gid, failure)
+  local key = group_key(gid)
+  redis.call('ZREM', LEASES, gid)
+  redis.call('HDEL', key, 'token')
+  recount_age(gid)
+  if failure ~= '' then
+    redis.call('HSET', key, 'reason', failure)
+    if redis.call('HINCRBY', key, 'failures', 1) >= policy('max_attempts') then
+      return finish(gid, 'GENERATING', 'FAILED', failure, 'MAX_ATTEMPTS')
+    end
+  end
+  if ledger_of(gid) == 'eval' then return move(gid, 'GENERATING', 'WAITING') end
+  if is_too_old(gid) then return finish(gid, 'GENERATING', 'STALE', 'AGE') end
+  return move(gid, 'GENERATING', partial_tokens(gid) > 0 and 'PARTIAL' or 'WAITING')
+end
+
+-- True if no training group may be generated: the batch that could use it is sealed, or what came now would be too old.
+local function is_closed()
+  local sealed, step = number_in(RUN, 'sealed'), step_of_run()
+  return sealed >= number_in(RUN, 'num_rollout') or step + policy('max_sample_age') < sealed
+    or (policy('max_staleness') == 0 and sealed > step)
+end
+
+-- The step of an evaluation group, from its id.
+local function evaluated_step(gid) return tonumber(string.sub(gid, 2, 7)) end
+
+-- Why a lease must stop; '' if it may go on.
+local function stop_reason(gid)
+  if redis.call('HGET', RUN, 'desired_state') == 'STOPPED' then return 'RUN_STOPPED' end
+  if redis.call('SISMEMBER', DRAINED, redis.call('HGET', group_key(gid), 'worker')) == 1 then return 'DRAINING' end
+  if ledger_of(gid) == 'eval' then
+    return evaluated_step(gid) ~= number_in(RUN, 'live_step') and 'VERSION_GONE' or ''
+  end
+  if is_closed() then return 'SEALED' end
+  return is_too_old(gid) and 'TOO_OLD' or ''
+end
