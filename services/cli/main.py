@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from services.cli.buffer import app as buffer_app
 from services.cli.lock import LockHeld, lock_holder, stop_supervisor, supervisor_lock
 from services.cli.observe import Observation, Observer
 from services.cli.preflight import RUN_FILE, check_inputs, check_machine, make_run_dir, write_run_file
 from services.cli.processes import Process, process_table
 from services.cli.records import read_supervisor
+from services.cli.run_argument import Overrides, RunArgument, refuse, spec_file, spec_of_run
 from services.cli.session import run_session
 from services.cli.supervisor import Outcome
 from services.cli.table import LiveDisplay, PlainDisplay, draw_run
 from services.cli.view import RunFiles, make_view
-from services.common.service import EXIT_BAD_INPUT
 from services.common.spec import RunSpec, SpecError, load_run
 
 DOWN_DEADLINE_S = 60.0
 """Three waves of at most 15 s, and some."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run spec (TOML), or the directory of a run.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field.")]
+app.add_typer(buffer_app, name="buffer")
 
 
 @app.command()
@@ -40,13 +37,13 @@ def up(
 ) -> None:
     """Run everything on this machine until the run is complete. Ctrl-C stops it; `up` again continues it."""
     try:
-        spec = load_run(_spec_file(run), overrides or ())
+        spec = load_run(spec_file(run), overrides or ())
         if dry_run:
             typer.echo(spec.to_toml(), nl=False)
             return
         outcome = start(spec, Console(), plain=plain)
     except (SpecError, LockHeld) as error:
-        _refuse(error)
+        refuse(error)
     if outcome.kind == "failed":
         typer.echo(f"{outcome.message}\n{outcome.detail}", err=True)
     raise typer.Exit(outcome.exit_code)
@@ -68,7 +65,7 @@ def start(spec: RunSpec, console: Console, *, plain: bool) -> Outcome:
 @app.command()
 def status(run: RunArgument, overrides: Overrides = None) -> None:
     """Show a run once, whoever started it."""
-    spec = _spec_of_run(run, overrides)
+    spec = spec_of_run(run, overrides)
     processes = process_table(spec, spec.run_dir / RUN_FILE)
     seen = asyncio.run(_look_once(spec, processes))
     files = RunFiles(spec.run_dir)
@@ -89,7 +86,7 @@ async def _look_once(spec: RunSpec, processes: list[Process]) -> Observation:
 @app.command()
 def down(run: RunArgument, overrides: Overrides = None) -> None:
     """End a run that `flotilla up` started; nothing that is finished is lost."""
-    spec = _spec_of_run(run, overrides)
+    spec = spec_of_run(run, overrides)
     try:
         ended = stop_supervisor(spec.run_dir, DOWN_DEADLINE_S)
     except ProcessLookupError as error:
@@ -104,35 +101,16 @@ def down(run: RunArgument, overrides: Overrides = None) -> None:
 @app.command()
 def report(run: RunArgument, overrides: Overrides = None) -> None:
     """Write curves, transcripts and numbers of a run to RUN_DIR/report."""
-    spec = _spec_of_run(run, overrides)
+    spec = spec_of_run(run, overrides)
     try:
         from services.cli.report import write_report  # here, because only this command needs matplotlib
     except ModuleNotFoundError as error:
-        _refuse(f"flotilla report needs {error.name}; install it with `pip install {error.name}`")
+        refuse(f"flotilla report needs {error.name}; install it with `pip install {error.name}`")
     try:
         text = write_report(spec.run_id, spec.run_dir)
     except SpecError as error:
-        _refuse(error)
+        refuse(error)
     typer.echo(text, nl=False)
-
-
-def _spec_file(run: Path) -> Path:
-    return run / RUN_FILE if run.is_dir() else run
-
-
-def _spec_of_run(run: Path, overrides: list[str] | None) -> RunSpec:
-    """The spec that the run was started with, if it was; else the one that is given."""
-    try:
-        spec = load_run(_spec_file(run), overrides or ())
-        written = spec.run_dir / RUN_FILE
-        return load_run(written, environ={}) if written.is_file() else spec
-    except SpecError as error:
-        _refuse(error)
-
-
-def _refuse(error: Exception | str) -> NoReturn:
-    typer.echo(str(error), err=True)
-    sys.exit(EXIT_BAD_INPUT)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import pytest
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from services.buffer import records
-from services.buffer.states import IN_PLAY, State, admission_credit
+from services.buffer.states import IN_PLAY, admission_credit
 from services.common.errors import FlotillaError
 from tests.ledger_machine import LedgerMachine, lives
-from tests.ledger_model import Group
-from tests.ledger_on_redis import VOLATILE, LedgerOnRedis
+from tests.ledger_on_redis import VOLATILE, LedgerOnRedis, content
+from tests.ledger_records import Batch, Group
 from tests.redis_server import RedisServer
 
 
@@ -57,31 +57,44 @@ class RedisMachine(LedgerMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """State sets, leases, counters, and every group that was touched."""
-        self.wait(self.compare(sorted(self.model.touched)))
+        """State sets, leases, counters, the newest batches, and every group that was touched."""
+        self.wait(self.compare(sorted(self.model.touched), self.model.batches[-2:]))
         self.model.touched.clear()
 
-    async def compare(self, gids: list[str]) -> None:
+    async def compare(self, gids: list[str], batches: list[Batch]) -> None:
+        await self.compare_sets()
+        self.compare_run(await self.ledger.run_facts())
+        for gid, group in zip(gids, await self.ledger.groups(gids), strict=True):
+            _compare_group(self.model.groups[gid], group)
+        for batch in batches:
+            ((_, fields),) = await self.ledger.batches(batch.number, 1)
+            found = {name: fields[name.encode()].decode() for name in ("state", "digest", "groups", "commits")}
+            assert found == {
+                "state": batch.state,
+                "digest": batch.digest,
+                "groups": " ".join(batch.groups),
+                "commits": str(batch.commits),
+            }
+        parts = [(gid, index, parts) for gid in gids for index, parts in self.model.groups[gid].partial.items()]
+        saved = await self.ledger.fragments([(gid, index) for gid, index, _ in parts])
+        assert saved == [[content(part) for part in ours] for *_, ours in parts]
+
+    async def compare_sets(self) -> None:
         model, prefix = self.model, self.ledger.prefix
-        sets = [(evaluation, state) for evaluation in (False, True) for state in State]
+        sets = {
+            f"{'eval' if evaluation else 'train'}:{state}": model.in_state(state, evaluation=evaluation)
+            for evaluation, state in model.sets
+        }
         async with self.ledger.redis.pipeline(transaction=False) as pipe:
-            for evaluation, state in sets:
-                pipe.zrange(f"{prefix}{'eval' if evaluation else 'train'}:{state}", 0, -1)
-            for key in ("leases", "aging"):
+            for key in (*sets, "leases", "aging"):
                 pipe.zrange(f"{prefix}{key}", 0, -1)
-            pipe.hgetall(f"{prefix}run")
             pipe.hgetall(f"{prefix}discarded")
-            for gid in gids:
-                pipe.hgetall(f"{prefix}group:{gid}")
-            *found, leases, aging, run, discarded = (answers := await pipe.execute())[: len(sets) + 4]
-        for (evaluation, state), members in zip(sets, found, strict=True):
-            assert [m.decode() for m in members] == [g.gid for g in model.in_state(state, evaluation=evaluation)], state
+            *found, leases, aging, discarded = await pipe.execute()
+        for (key, groups), members in zip(sets.items(), found, strict=True):
+            assert [m.decode() for m in members] == [g.gid for g in groups], key
         assert {m.decode() for m in leases} == {g.gid for g in model.leased()}
         assert {m.decode() for m in aging} == {g.gid for g in model.in_state(*IN_PLAY) if g.oldest is not None}
-        assert sum(map(int, discarded.values())) == model.discarded
-        self.compare_run({k.decode(): v.decode() for k, v in run.items()})
-        for gid, fields in zip(gids, answers[len(sets) + 4 :], strict=True):
-            _compare_group(model.groups[gid], records.Group(gid, fields))
+        assert {k.decode(): int(v) for k, v in discarded.items() if int(v)} == +model.discarded
 
     def compare_run(self, run: dict[str, str]) -> None:
         model = self.model
@@ -91,6 +104,7 @@ class RedisMachine(LedgerMachine):
         )  # fmt: skip
         found = {name: int(run.get(name, 0)) for name in names}
         assert found == {name: getattr(model, name) for name in names}
+        assert run.get("begun_step") == (None if model.begun_step is None else str(model.begun_step))
         credit = admission_credit(
             self.real.spec.rollout, step=model.step, kept=model.kept_total, in_play=model.in_play(),
             recent_kept=model.recent_kept, recent_decided=model.recent_decided,
@@ -103,7 +117,7 @@ class RedisMachine(LedgerMachine):
         try:
             super().teardown()
             if sys.exc_info()[0] is None:
-                self.wait(self.compare(sorted(self.model.groups)))
+                self.wait(self.compare(sorted(self.model.groups), self.model.batches))
         finally:
             self.wait(self.ledger.close())
 
@@ -133,7 +147,7 @@ def machine(tmp_path: Path) -> Iterator[type[RedisMachine]]:
 
 
 def test_random_lives_leave_redis_as_the_model_says(machine):
-    run_state_machine_as_test(machine, settings=lives(10, steps=200))
+    run_state_machine_as_test(machine, settings=lives(20, steps=400))
 
 
 @pytest.mark.nightly

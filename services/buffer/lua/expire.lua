@@ -22,7 +22,7 @@ for _, state in ipairs({'WAITING', 'GENERATING'}) do
   end
 end
 local oldest = number_in(RUN, 'sealed') - policy('max_sample_age') - 1
-for _, gid in ipairs(redis.call('ZRANGEBYSCORE', AGING, '-inf', oldest, 'LIMIT', 0, LIMIT)) do
+for _, gid in ipairs(redis.call('ZRANGEBYSCORE', AGING, '-inf', oldest)) do
   local state = redis.call('HGET', group_key(gid), 'state')
   if state == 'PARTIAL' or state == 'WAITING' then
     finish(gid, state, 'STALE', 'AGE')

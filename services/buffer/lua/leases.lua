@@ -1,4 +1,4 @@
--- Shared: what becomes of leases and of the tokens of unfinished samples.
+-- Shared: what becomes of leases, of the tokens of unfinished samples, and of groups that are not trained on.
 
 local function group_size(gid) return policy(ledger_of(gid) == 'eval' and 'evaluation_samples' or 'samples') end
 
@@ -51,6 +51,25 @@ local function partial_tokens(gid)
   local total = 0
   for index = 0, group_size(gid) - 1 do total = total + number_in(group_key(gid), 'p:' .. index) end
   return total
+end
+
+local function all_tokens(gid)
+  local total = partial_tokens(gid)
+  for index = 0, group_size(gid) - 1 do
+    local header = redis.call('HGET', group_key(gid), 'h:' .. index)
+    if header then total = total + cjson.decode(header)[2] end
+  end
+  return total
+end
+
+-- Ends the life of a group that is not trained on.
+local function finish(gid, from, to, reason, counted_as)
+  even_if_full()
+  redis.call('HSET', group_key(gid), 'reason', reason)
+  redis.call('HINCRBY', P .. ledger_of(gid) .. ':' .. string.lower(to) .. '_reasons', counted_as or reason, 1)
+  if to ~= 'DROPPED' then redis.call('HINCRBY', P .. 'discarded', to, all_tokens(gid)) end
+  retain(gid)
+  move(gid, from, to)
 end
 
 -- The age of what is kept of a group, without that of a lease.

@@ -58,15 +58,6 @@ end
 -- Lets the tokens of a group go after a while.
 local function retain(gid) redis.call('ZADD', RETAINED, now_ms() + policy('keep_payload_ms'), gid) end
 
--- Ends the life of a group that is not trained on.
-local function finish(gid, from, to, reason, counted_as)
-  even_if_full()
-  redis.call('HSET', group_key(gid), 'reason', reason)
-  redis.call('HINCRBY', P .. ledger_of(gid) .. ':' .. string.lower(to) .. '_reasons', counted_as or reason, 1)
-  retain(gid)
-  move(gid, from, to)
-end
-
 -- The step that decides what may start: that of the live weights, or of the checkpoint of a trainer that went back to one
 -- and has not published yet.
 local function step_of_run()
