@@ -12,101 +12,14 @@ answered as it was at first.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from services.buffer.states import IN_PLAY, MOVES, State
 from services.common.errors import Aborted, AlreadyExists, FailedPrecondition, NotFound
+from tests.ledger_records import Batch, Fragment, Group, Rules
 
 NO_BATCH, RUN_COMPLETE = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the run spec says about the ledger; names as there."""
-
-    num_rollout: int
-    batch_size: int
-    group_size: int
-    over_sampling: int
-    refill: str
-    seal_window: int
-    partial_rollout: bool
-    max_staleness: int
-    sample_age: int
-    max_attempts: int
-    ttl_ms: int = 30_000
-
-
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """Tokens [begin, end) of an unfinished sample, with the oldest and the newest step that produced them."""
-
-    index: int
-    begin: int
-    end: int
-    oldest: int
-    newest: int
-
-
-@dataclass(slots=True)
-class Group:
-    """A group; `step` is that of the version to evaluate, -1 for training."""
-
-    gid: str
-    issue: int
-    size: int
-    prompt: int = -1
-    step: int = -1
-    state: State = State.WAITING
-    attempts: int = 0
-    failures: int = 0
-    token: str = ""
-    done_token: str = ""
-    worker: str = ""
-    deadline: int = 0
-    reason: str = ""
-    batch: int = -1
-    kept_order: int = 0
-    oldest: int | None = None
-    """Oldest policy step in anything kept of it."""
-    finished: dict[int, int] = field(default_factory=dict)
-    """Oldest step of each finished sample."""
-    partial: dict[int, list[Fragment]] = field(default_factory=dict)
-    """What is saved of unfinished samples."""
-    partial_steps: set[int] = field(default_factory=set)
-    """Oldest and newest steps of all that was saved since tokens were last thrown away."""
-
-    @property
-    def evaluates(self) -> bool:
-        """True for a group of an evaluation."""
-        return self.step >= 0
-
-    @property
-    def partial_tokens(self) -> int:
-        """Saved tokens of unfinished samples."""
-        return sum(parts[-1].end for parts in self.partial.values())
-
-    def note_age(self, step: int) -> None:
-        """Something of this policy step is kept."""
-        if not self.evaluates:
-            self.oldest = step if self.oldest is None else min(self.oldest, step)
-
-    def recount_age(self) -> None:
-        """The age of what is kept, without that of a lease."""
-        if not self.evaluates:
-            self.oldest = min([*self.finished.values(), *self.partial_steps], default=None)
-
-
-@dataclass(slots=True)
-class Batch:
-    """A sealed batch."""
-
-    number: int
-    digest: str
-    groups: list[str]
-    state: State = State.READY
-    commits: int = 0
 
 
 class LedgerModel:
@@ -121,11 +34,13 @@ class LedgerModel:
         self.rewound: list[Batch] = []
         """Committed batches that a rewind took back."""
         self.issued = self.cursor = self.kept_total = self.kept_order = self.recent_kept = self.recent_decided = 0
-        self.run_epoch = self.live_epoch = self.acked = self.committed_step = self.lineage = self.discarded = 0
+        self.run_epoch = self.live_epoch = self.acked = self.committed_step = self.lineage = 0
         self.live_step = -1
         self.begun_step: int | None = None
         """Step of the checkpoint that a trainer began from, until it publishes."""
         self.desired_state = "RUNNING"
+        self.discarded: Counter[str] = Counter()
+        """Response tokens that were thrown away, by reason."""
         self.drained: set[str] = set()
         self.evaluated: set[tuple[int, str]] = set()
         self.requests: dict[str, list[tuple[str, str]]] = {}
@@ -190,12 +105,10 @@ class LedgerModel:
         if request_id in self.requests:
             return self.requests[request_id]
         work = self._work(room) if self.desired_state == "RUNNING" and worker not in self.drained else []
+        any_weights = self.rules.partial_rollout or self.rules.max_staleness > 0
         for group in work:
-            newest = max(group.partial_steps, default=self.live_step)
-            any_weights = self.rules.partial_rollout or self.rules.max_staleness > 0
-            if not any_weights and group.partial_steps and group.partial_steps != {self.live_step}:
+            if not any_weights and group.partial_steps - {self.live_step}:
                 self._discard(group)
-            assert any_weights or not group.partial or newest == self.live_step
             group.token, group.worker, group.deadline = f"{tag}:{group.gid}", worker, now + self.rules.ttl_ms
             group.attempts += 1
             self._move(group, State.GENERATING)
@@ -219,7 +132,7 @@ class LedgerModel:
         return self._add(Group(f"g{self.issued - 1:08d}", self.issued - 1, self.rules.group_size, prompt))
 
     def _discard(self, group: Group) -> None:
-        self.discarded += group.partial_tokens
+        self.discarded["RESTARTED"] += group.partial_tokens
         group.partial.clear()
         group.partial_steps.clear()
         group.recount_age()
@@ -490,5 +403,7 @@ class LedgerModel:
             group.kept_order = self.kept_order
         if to is not State.GENERATING:
             group.token = ""
+        if to in (State.STALE, State.FAILED):
+            self.discarded[to] += group.tokens
         group.state, group.reason = to, reason or group.reason
         self.touched.add(group.gid)

@@ -16,7 +16,7 @@ from services.buffer.records import FinishedSample, SampleHeader
 from services.buffer.sealing import choose_groups
 from services.buffer.states import State
 from tests.buffer_harness import make_spec
-from tests.ledger_model import Fragment, Rules
+from tests.ledger_records import RESPONSE_TOKENS, Fragment, Rules
 
 LEASE_TTL_S = 3600.0
 """No lease lapses by itself."""
@@ -125,9 +125,14 @@ class LedgerOnRedis:
 
 def finished(gid: str, index: int, oldest_step: int) -> FinishedSample:
     """A finished sample whose content says which it is."""
-    header = SampleHeader(3, 2, 2, 1, oldest_step, [f"1:{oldest_step}"])
+    header = SampleHeader(3, RESPONSE_TOKENS, 2, 1, oldest_step, [f"1:{oldest_step}"])
     return FinishedSample(index, header, f"{gid} {index} {oldest_step}".encode())
 
 
+def content(one: Fragment) -> bytes:
+    """What stands for the tokens of a fragment."""
+    return f"{one.begin} {one.end}".encode()
+
+
 def _fragment(one: Fragment) -> records.Fragment:
-    return records.Fragment(one.index, one.begin, one.end - one.begin, one.oldest, one.newest, b"tokens")
+    return records.Fragment(one.index, one.begin, one.end - one.begin, one.oldest, one.newest, content(one))
