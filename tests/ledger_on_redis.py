@@ -96,7 +96,8 @@ class LedgerOnRedis:
         kept = await self.ledger.groups(await self.ledger.group_ids("train", State.KEPT))
         lowest = await self.ledger.oldest_in_play()
         end = (math.inf if lowest is None else lowest + rollout.seal_window) if rollout.seal_window else None
-        return choose_groups(kept, batch, rollout.rollout_batch_size, rollout.sample_age, end)
+        chosen = choose_groups(kept, batch, rollout.rollout_batch_size, rollout.sample_age, end)
+        return [group.group_id for group in chosen]
 
     async def seal(self, number: int, digest: str, gids: Sequence[str]) -> None:
         await self.ledger.seal(number, digest, b"manifest", gids)

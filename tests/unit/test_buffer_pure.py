@@ -30,7 +30,7 @@ def test_shuffling_only_permutes(rewards, seed):
 
 
 def credit(step: int = 0, kept: int = 0, in_play: int = 0, recent: tuple[int, int] = (0, 0), **rollout: Any) -> int:
-    spec = RolloutSpec(**{"num_rollout": 10, "rollout_batch_size": 8, "n_samples_per_prompt": 2} | rollout)
+    spec = RolloutSpec.model_validate({"num_rollout": 10, "rollout_batch_size": 8, "n_samples_per_prompt": 2} | rollout)
     return admission_credit(
         spec, step=step, kept=kept, in_play=in_play, recent_kept=recent[0], recent_decided=recent[1]
     )
@@ -49,7 +49,7 @@ def test_admission_bound():
 
 
 def test_refill_by_estimate_issues_what_the_keep_rate_says_is_missing():
-    over = {"over_sampling_batch_size": 16}
+    over: dict[str, Any] = {"over_sampling_batch_size": 16}
     assert credit(**over) == 16, "nothing is known: as many as are over-sampled"
     assert credit(kept=4, recent=(24, 24), **over) == 5, "nearly all are kept: 4 missing x 40 / 32"
     assert credit(kept=4, in_play=5, recent=(24, 24), **over) == 0
@@ -58,7 +58,7 @@ def test_refill_by_estimate_issues_what_the_keep_rate_says_is_missing():
 
 
 def test_refill_by_batch_issues_a_whole_over_sampling_batch():
-    batch = {"over_sampling_batch_size": 16, "refill": "batch"}
+    batch: dict[str, Any] = {"over_sampling_batch_size": 16, "refill": "batch"}
     assert credit(**batch) == 16
     assert credit(in_play=8, **batch) == 0, "enough can still be kept"
     assert credit(kept=3, in_play=4, **batch) == 16, "one is missing: a whole batch, outside the bound"
