@@ -362,6 +362,7 @@ class LedgerModel:
         again = [self._issue(self.groups[gid].prompt) for batch in taken for gid in batch.groups]
         self.batches, self.rewound = self.batches[:step], self.rewound + taken
         self.acked = self.committed_step = self.begun_step = step
+        self.live_step = -1
         self.kept_total, self.reissued = self.kept_total - len(again), len(again)
         self.lineage, self.run_epoch, self.rewind_request = self.lineage + 1, self.run_epoch + 1, request_id
         return self.lineage, self.reissued

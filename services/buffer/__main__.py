@@ -23,7 +23,7 @@ from services.buffer.filters import load_buffer_filter, load_filter
 from services.buffer.grading import Grader
 from services.buffer.ledger import Ledger
 from services.buffer.registry_servicer import RegistryServicer
-from services.buffer.run import Run
+from services.buffer.run import Run, SharedLock
 from services.buffer.sealing import Sealer
 from services.buffer.servicer import BufferServicer
 from services.buffer.watch import StatsWatch
@@ -81,7 +81,7 @@ async def setup(host: ServiceHost) -> None:
     await ledger.register(spec.digest(), run.data_digest())
     reward_channel = open_channel(spec.services.reward.grpc)
     host.on_stop.append(reward_channel.close)
-    evaluations, watch, settling = Evaluations(run), StatsWatch(run), asyncio.Lock()
+    evaluations, watch, settling = Evaluations(run), StatsWatch(run), SharedLock()
     host.board.checks["redis"] = watch.problem
     host.board.details = watch.details
     host.serve(
@@ -96,8 +96,8 @@ async def setup(host: ServiceHost) -> None:
     )
     grader, sealer = Grader(run, host.board, reward_channel, settling), Sealer(run, host.board, settling)
     host.spawn(expire_loop(run), "expire")
-    host.spawn(repeat(run, host.board, "grade", grader.step), "grade")
-    host.spawn(repeat(run, host.board, "seal", sealer.step), "seal")
+    host.spawn(repeat(run.grade_pulse, host.board, "grade", grader.step), "grade")
+    host.spawn(repeat(run.pulse, host.board, "seal", sealer.step), "seal")
     host.spawn(watch.loop(), "stats")
     host.spawn(evaluations.write_loop(), "evaluations")
 

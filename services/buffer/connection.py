@@ -21,6 +21,8 @@ from services.common.spec import RedisSpec, SpecError
 
 SOCKET_TIMEOUT_S = 5.0
 POOL_SIZE = 32
+READ_BYTES = 1 << 20
+"""Payloads come in large pieces; with the default of 64 KiB every MB takes 16 turns of the event loop."""
 RETRIES = 3
 """Of a call whose connection broke. One that gets no answer is not repeated: its caller has a deadline."""
 RETRY_FIRST_S = 0.05
@@ -45,6 +47,7 @@ def open_redis(spec: RedisSpec) -> Any:
         username=spec.username or None,
         password=_password(spec.password_file),
         max_connections=POOL_SIZE,
+        socket_read_size=READ_BYTES,
         timeout=SOCKET_TIMEOUT_S,
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=SOCKET_TIMEOUT_S,

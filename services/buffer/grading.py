@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 
 import grpc
 from prometheus_client import Counter
@@ -13,7 +14,7 @@ from services.buffer.filters import SampledGroup, SampledSample, decide
 from services.buffer.hooks import HookFailed
 from services.buffer.records import Group
 from services.buffer.rewards import shuffled
-from services.buffer.run import Run
+from services.buffer.run import Run, SharedLock
 from services.buffer.states import State
 from services.common.board import StatusBoard
 from services.common.errors import FlotillaError, ResourceExhausted, Unavailable
@@ -23,6 +24,8 @@ from services.common.rpc import call
 
 GRADE_CHUNK_SAMPLES = 256
 """Samples in one Grade call: few calls, and none too large."""
+GRADE_CHUNK_TOKENS = 4 << 20
+"""Tokens in one Grade call, at most: as text they must fit into one message."""
 GRADE_TIMEOUT_S = 120.0
 GRADE_PATIENCE_S = 30.0
 
@@ -33,7 +36,7 @@ log = get_logger(__name__)
 class Grader:
     """Grades every complete group of one run, and decides whether it is kept."""
 
-    def __init__(self, run: Run, board: StatusBoard, reward_channel: grpc.aio.Channel, settling: asyncio.Lock) -> None:
+    def __init__(self, run: Run, board: StatusBoard, reward_channel: grpc.aio.Channel, settling: SharedLock) -> None:
         """Args:
         run: The run.
         board: Where waits are shown.
@@ -51,12 +54,19 @@ class Grader:
         """Start grading whatever waits for it."""
         for group_id in await self._ledger.group_ids("train", State.SCORED):
             if group_id not in self._grading:
-                await self._settle(group_id)
+                (group,) = await self._ledger.groups([group_id])
+                if group.state is State.SCORED:
+                    await self._settle(group)
         for ledger in ("eval", "train"):
             waiting = [g for g in await self._ledger.group_ids(ledger, State.GENERATED) if g not in self._grading]
-            size = max(1, GRADE_CHUNK_SAMPLES // max(map(self._run.group_size, waiting), default=1))
+            size = max(1, self._chunk_samples(ledger) // max(map(self._run.group_size, waiting), default=1))
             for at in range(0, len(waiting), size):
                 self._start(waiting[at : at + size])
+
+    def _chunk_samples(self, ledger: str) -> int:
+        spec = self._run.spec
+        longest = (spec.evaluation if ledger == "eval" else spec.rollout).max_response_tokens
+        return min(GRADE_CHUNK_SAMPLES, GRADE_CHUNK_TOKENS // longest)
 
     def _start(self, group_ids: list[str]) -> None:
         self._grading.update(group_ids)
@@ -67,12 +77,13 @@ class Grader:
         self._grading.difference_update(group_ids)
         if not task.cancelled() and (error := task.exception()):
             log.warning("grading will be tried again", groups=len(group_ids), error=str(error))
+            self._run.grade_pulse.beat()
         self._run.pulse.beat()
 
     async def _grade(self, group_ids: list[str]) -> None:
         groups = await self._ledger.groups(group_ids)
-        samples = [await self._samples(group) for group in groups]
-        items = [self._item(one, group) for group, ours in zip(groups, samples, strict=True) for one in ours]
+        samples = await self._samples(groups)
+        items = await asyncio.to_thread(self._items, groups, samples)
         request = reward_pb2.GradeRequest(
             run_id=self._run.spec.run_id, grader=self._run.spec.reward.grader, items=items
         )
@@ -85,25 +96,36 @@ class Grader:
                 for group_id in group_ids:
                     await self._ledger.fail_group(group_id, State.GENERATED, "GRADING", str(error))
                 raise
-        at = 0
-        for group, ours in zip(groups, samples, strict=True):
-            await self._score(group, answer.items[at : at + len(ours)])
-            at += len(ours)
+        verdicts = iter(answer.items)
+        ours = [list(islice(verdicts, len(one))) for one in samples]
+        await asyncio.gather(*map(self._score, groups, ours))
 
-    async def _samples(self, group: Group) -> list[common_pb2.Sample]:
-        payloads = await self._ledger.payloads((group.group_id, index) for index in group.headers())
+    async def _samples(self, groups: list[Group]) -> list[list[bytes]]:
+        """Payloads of each group."""
+        rows = [(group.group_id, index) for group in groups for index in range(group.number("finished"))]
+        payloads = await self._ledger.payloads(rows)
         assert all(payloads), "payloads are kept until a group is settled"
-        return [common_pb2.Sample.FromString(payload) for payload in payloads if payload]
+        found = iter(payloads)
+        return [[one for one in islice(found, group.number("finished")) if one] for group in groups]
 
-    def _text(self, sample: common_pb2.Sample) -> str:
-        return self._run.tokenizer.decode(sample.response_token_ids, skip_special_tokens=False)
-
-    def _item(self, sample: common_pb2.Sample, group: Group) -> reward_pb2.GradeItem:
-        return reward_pb2.GradeItem(
-            response=self._text(sample),
-            label=self._run.prompt(group).label,
-            truncated=sample.finish_reason == common_pb2.FINISH_REASON_LENGTH,
+    def _texts(self, samples: list[common_pb2.Sample]) -> list[str]:
+        # Unlike decode(), it lets other threads run meanwhile.
+        return self._run.tokenizer.backend_tokenizer.decode_batch(
+            [list(one.response_token_ids) for one in samples], skip_special_tokens=False
         )
+
+    def _items(self, groups: list[Group], payloads: list[list[bytes]]) -> list[reward_pb2.GradeItem]:
+        samples = [[common_pb2.Sample.FromString(one) for one in ours] for ours in payloads]
+        texts = iter(self._texts([one for ours in samples for one in ours]))
+        return [
+            reward_pb2.GradeItem(
+                response=next(texts),
+                label=self._run.prompt(group).label,
+                truncated=one.finish_reason == common_pb2.FINISH_REASON_LENGTH,
+            )
+            for group, ours in zip(groups, samples, strict=True)
+            for one in ours
+        ]
 
     async def _score(self, group: Group, items: list[reward_pb2.GradedItem]) -> None:
         names = [
@@ -118,30 +140,32 @@ class Grader:
         rewards = [item.value for item in items]
         if self._run.spec.rollout.shuffle_rewards and not group.is_evaluation:
             rewards = shuffled(rewards, f"{self._run.spec.rollout.seed}:{group.group_id}")
-        await self._ledger.score(group.group_id, rewards, [f"{v}:{r}" for v, r in names])
+        verdicts = [f"{v}:{r}" for v, r in names]
+        moved = await self._ledger.score(group.group_id, rewards, verdicts)
         kill_point("buffer_after_score")
-        if not group.is_evaluation:
-            await self._settle(group.group_id)
+        if moved and not group.is_evaluation:
+            await self._settle(group.graded(rewards, verdicts))
 
-    async def _settle(self, group_id: str) -> None:
-        (group,) = await self._ledger.groups([group_id])
-        if group.state is not State.SCORED:
-            return
+    async def _settle(self, group: Group) -> None:
         chosen = self._run.group_filter
         try:
             keep, reason = await decide(chosen, await self._sampled(group, chosen.needs_text))
         except HookFailed as error:
             await self._ledger.fail_group(group.group_id, State.SCORED, "FILTER", str(error))
             return
-        async with self._settling:
+        async with self._settling.shared():
             await self._ledger.settle(
                 group.group_id, keep, reason, group.rewards(), keep_when_insufficient=chosen.keep_when_insufficient
             )
 
+    async def _responses(self, group: Group) -> list[str]:
+        (payloads,) = await self._samples([group])
+        return await asyncio.to_thread(self._texts, [common_pb2.Sample.FromString(one) for one in payloads])
+
     async def _sampled(self, group: Group, with_text: bool) -> SampledGroup:
         """A graded group as a filter sees it."""
         headers, verdicts = group.headers(), [one.split(":") for one in group.verdicts()]
-        texts = [self._text(one) for one in await self._samples(group)] if with_text else [""] * len(headers)
+        texts = await self._responses(group) if with_text else [""] * len(headers)
         prompt = self._run.prompt(group)
         return SampledGroup(
             group_id=group.group_id,

@@ -6,6 +6,7 @@ leaves the ledger in a state from which the loops of `work.py` go on.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from services.buffer.connection import open_redis
 from services.buffer.errors import RedisFull, redis_errors
+from services.buffer.pipeline import Pipelines
 from services.buffer.records import Fields, FinishedSample, Fragment, Group, Lease, Stats, Stop
 from services.buffer.states import IN_PLAY, State
 from services.common.errors import NotFound
@@ -32,6 +34,7 @@ class Ledger:
     def __init__(self, spec: RunSpec) -> None:
         # redis-py declares every command as both blocking and awaitable, which no type checker can follow.
         self.redis: Any = open_redis(spec.redis)
+        self._pipelines = Pipelines(self.redis)
         self.prefix = f"flotilla:{{{spec.run_id}}}:"
         self._spec = spec
         shared = "\n".join((SCRIPTS / f"{name}.lua").read_text() for name in PARTS)
@@ -50,7 +53,7 @@ class Ledger:
 
     async def _run(self, script: str, *args: Any) -> Any:
         with redis_errors():
-            return await self._scripts[script](keys=[self.prefix], args=args)
+            return await self._pipelines.script(self._scripts[script], [self.prefix], args)
 
     # ------------------------------------------------------------------------------------------------ registry
 
@@ -62,7 +65,7 @@ class Ledger:
     async def run_facts(self) -> dict[str, str]:
         """The facts of the run. Raises NotFound before `register`."""
         with redis_errors():
-            fields = await self.redis.hgetall(self._key("run"))
+            fields = await self._pipelines.call("HGETALL", self._key("run"))
         if b"spec_digest" not in fields:
             raise NotFound(f"run {self._spec.run_id} is not registered")
         return _texts(fields)
@@ -176,9 +179,9 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ grading
 
-    async def score(self, group_id: str, rewards: Sequence[float], verdicts: Sequence[str]) -> None:
-        """GENERATED to SCORED."""
-        await self._run("score", group_id, json.dumps(list(rewards)), json.dumps(list(verdicts)))
+    async def score(self, group_id: str, rewards: Sequence[float], verdicts: Sequence[str]) -> bool:
+        """GENERATED to SCORED; False if it was not GENERATED."""
+        return await self._run("score", group_id, json.dumps(list(rewards)), json.dumps(list(verdicts))) == 1
 
     async def settle(
         self, group_id: str, keep: bool, reason: str, rewards: Sequence[float], *, keep_when_insufficient: bool = False
@@ -240,7 +243,7 @@ class Ledger:
     async def group_ids(self, ledger: str, state: State, start: int = 0, count: int = 1000) -> list[str]:
         """Groups in a state, oldest first (KEPT: in the order they were kept); `ledger` is train or eval."""
         with redis_errors():
-            ids = await self.redis.zrange(self._key(f"{ledger}:{state}"), start, start + count - 1)
+            ids = await self._pipelines.call("ZRANGE", self._key(f"{ledger}:{state}"), start, start + count - 1)
         return [one.decode() for one in ids]
 
     async def issued_ids(self, ledger: str, start: int, count: int) -> list[str]:
@@ -314,10 +317,7 @@ class Ledger:
 
     async def _hashes(self, names: Iterable[str]) -> list[Fields]:
         with redis_errors():
-            async with self.redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hgetall(self._key(name))
-                return await pipe.execute()
+            return await asyncio.gather(*(self._pipelines.call("HGETALL", self._key(name)) for name in names))
 
 
 def _policy(spec: RunSpec) -> dict[str, int]:

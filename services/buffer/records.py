@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.buffer.states import State
@@ -125,6 +126,11 @@ class Group:
     def content_hash(self, index: int) -> str:
         """Hash of a finished sample's payload."""
         return self.text(f"hash:{index}")
+
+    def graded(self, rewards: Sequence[float], verdicts: Sequence[str]) -> Group:
+        """The group with its rewards."""
+        known = {b"rewards": json.dumps(list(rewards)).encode(), b"verdicts": json.dumps(list(verdicts)).encode()}
+        return Group(self.group_id, self.fields | known)
 
     def rewards(self) -> list[float]:
         """Rewards by sample; empty before grading."""

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from services.buffer.capacity import MEMORY_SHARE
 from services.buffer.connection import memory_use
@@ -26,6 +26,7 @@ RECHECK_S = 1.0
 MAX_WAIT_S = 60.0
 """Longest long poll."""
 COMMIT_SHARE = 0.6
+MAX_LEASED = 1 << 14
 
 
 class Pulse:
@@ -33,9 +34,11 @@ class Pulse:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self.beats = 0
 
     def beat(self) -> None:
         """Something changed."""
+        self.beats += 1
         self._event.set()
         self._event = asyncio.Event()
 
@@ -46,6 +49,54 @@ class Pulse:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await event.wait()
+
+
+class SharedLock:
+    """Held by many together, or by one alone."""
+
+    def __init__(self) -> None:
+        self._holders, self._alone, self._free = 0, asyncio.Lock(), asyncio.Event()
+        self._free.set()
+
+    @contextlib.asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        """Hold it together with others."""
+        async with self._alone:
+            self._holders += 1
+            self._free.clear()
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._free.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Wait for all others to leave, and hold it alone."""
+        async with self._alone:
+            await self._free.wait()
+            yield
+
+
+class Turnstile(Generic[T]):
+    """Lets those who wait for a pulse ask one after the other, until one asks in vain: so would the others."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse, self._lock = pulse, asyncio.Lock()
+        self._vain: tuple[int, float] = (-1, 0.0)
+        """Beat and time of the last attempt in vain."""
+
+    async def ask(self, attempt: Callable[[], Awaitable[list[T]]]) -> list[T]:
+        """What the attempt brings; [] without asking if another has asked in vain since the last beat."""
+        async with self._lock:
+            beats, now = self._pulse.beats, time.monotonic()
+            if self._vain[0] == beats and now < self._vain[1] + RECHECK_S:
+                return []
+            answer = await attempt()
+            if not answer:
+                self._vain = (beats, now)
+            return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +133,14 @@ class Run:
     buffer_filter: BufferFilter | None
     """Decides which interrupted groups go on; None takes all, oldest first."""
     pulse: Pulse = field(default_factory=Pulse)
+    grade_pulse: Pulse = field(default_factory=Pulse)
+    """A group is complete."""
     stop_pulse: Pulse = field(default_factory=Pulse)
     """Something may have changed that stops leases."""
     memory: Memory = Memory()
     """As of the last look."""
+    leased: dict[str, Prompt] = field(default_factory=dict)
+    """Prompts of the groups that were leased last, which a submit asks for."""
 
     async def look_at_memory(self) -> None:
         """Note what Redis uses now."""
@@ -113,6 +168,19 @@ class Run:
         if group.is_evaluation:
             return self.evaluation[group.text("set")].prompts[group.number("index")]
         return self.training.at(group.prompt_number)
+
+    def remember(self, group_id: str, prompt: Prompt) -> None:
+        """Note the prompt of a group that is leased now."""
+        self.leased[group_id] = prompt
+        if len(self.leased) > MAX_LEASED:
+            del self.leased[next(iter(self.leased))]
+
+    async def prompt_of(self, group_id: str) -> Prompt:
+        """The prompt of a group. Raises NotFound if it was never issued."""
+        if (prompt := self.leased.get(group_id)) is None:
+            (group,) = await self.ledger.groups([group_id])
+            prompt = self.prompt(group)
+        return prompt
 
     def group_size(self, group_id: str) -> int:
         """Samples in a group."""

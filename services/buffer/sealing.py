@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from services.buffer.records import Group
-from services.buffer.run import Run
+from services.buffer.run import Run, SharedLock
 from services.buffer.seal import make_manifest
 from services.buffer.states import State
 from services.common.board import StatusBoard
@@ -19,7 +18,7 @@ MAX_KEPT = 1 << 20
 log = get_logger(__name__)
 
 
-def choose_groups(kept: Sequence[Group], batch: int, size: int, max_age: int, window_end: float | None) -> list[str]:
+def choose_groups(kept: Sequence[Group], batch: int, size: int, max_age: int, window_end: float | None) -> list[Group]:
     """The groups of the next batch, sorted by id; [] if there are too few.
 
     Args:
@@ -35,13 +34,13 @@ def choose_groups(kept: Sequence[Group], batch: int, size: int, max_age: int, wi
     else:
         eligible = [group for group in kept if group.number("issue") < window_end]
         order = sorted(eligible, key=lambda group: (group.number("oldest") + max_age > batch, group.number("issue")))
-    return sorted(group.group_id for group in order[:size]) if len(order) >= size else []
+    return sorted(order[:size], key=lambda group: group.group_id) if len(order) >= size else []
 
 
 class Sealer:
     """Seals the batches of one run."""
 
-    def __init__(self, run: Run, board: StatusBoard, settling: asyncio.Lock) -> None:
+    def __init__(self, run: Run, board: StatusBoard, settling: SharedLock) -> None:
         """Args:
         run: The run.
         board: Where waits are shown.
@@ -57,12 +56,12 @@ class Sealer:
     async def step(self) -> None:
         """Seal as many batches as there are."""
         while chosen := await self._next():
-            async with self._settling:
+            async with self._settling.alone():
                 await self._seal(*chosen)
             await self._run.look_at_memory()
             self._run.turn()
 
-    async def _next(self) -> tuple[int, list[str]] | None:
+    async def _next(self) -> tuple[int, list[Group]] | None:
         """The next batch and its groups, if it can be sealed now."""
         rollout = self._run.spec.rollout
         ids = await self._ledger.group_ids("train", State.KEPT, count=MAX_KEPT)
@@ -91,12 +90,11 @@ class Sealer:
         log.warning("sealed without groups that are too old from now on", batch=batch, groups=late)
         return False
 
-    async def _seal(self, batch: int, group_ids: list[str]) -> None:
-        groups = await self._ledger.groups(group_ids)
+    async def _seal(self, batch: int, groups: list[Group]) -> None:
         steps = self._run.spec.algorithm.num_steps_per_rollout
         live_epoch = int((await self._ledger.run_facts()).get("live_epoch", 0))
         manifest = make_manifest(batch, groups, steps, await self._ledger.interval(), live_epoch)
         kill_point("buffer_before_seal")
-        await self._ledger.seal(batch, manifest.digest, manifest.SerializeToString(), group_ids)
+        await self._ledger.seal(batch, manifest.digest, manifest.SerializeToString(), [one.group_id for one in groups])
         kill_point("buffer_after_seal")
         log.info("sealed", batch=batch, mean_reward=round(manifest.stats.mean_reward, 4))

@@ -18,14 +18,17 @@ from services.buffer.evaluation import Evaluations
 from services.buffer.filters import BufferedGroup, choose
 from services.buffer.layout import layout_from_proto, schedule_to_proto
 from services.buffer.records import Fragment, Group, Stats, Stop
-from services.buffer.run import RECHECK_S, Run
+from services.buffer.run import RECHECK_S, Run, Turnstile
 from services.buffer.schedule import make_schedule
 from services.buffer.states import IN_PLAY, State, admission_credit, keep_rate
 from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from services.common.kill_points import kill_point
 from services.common.rpc import duration, seconds
 
-PAGE_BYTES = 16 << 20
+PAGE_BYTES = 4 << 20
+"""Small enough to be packed while the page before is on its way."""
+TOKEN_BYTES = 9
+"""Of a sample for each token, at most: id, log-prob and mask."""
 MAX_ROWS = 4096
 MAX_PAGE = 1000
 MAX_LEASES = 1024
@@ -48,6 +51,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         self._run = run
         self._ledger = run.ledger
         self._evaluations = evaluations
+        self._turnstile: Turnstile[tuple[str, str]] = Turnstile(run.pulse)
 
     # ------------------------------------------------------------------------------------------------ work
 
@@ -56,7 +60,9 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         _require(request, self._run, "request_id", "worker_id")
         if request.max_groups < 1:
             raise InvalidArgument("max_groups must be at least 1", "max_groups")
-        pairs = await self._run.poll(lambda: self._lease_work(request), bool, seconds(request.wait_timeout))
+        pairs = await self._lease_work(request)
+        if not pairs and (wait_s := seconds(request.wait_timeout)):
+            pairs = await self._run.poll(lambda: self._turnstile.ask(lambda: self._lease_work(request)), bool, wait_s)
         kill_point("buffer_after_lease")
         if not pairs:
             return pb.LeaseWorkResponse()
@@ -111,6 +117,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     def _lease(self, group: Group, token: str, saved: dict[tuple[str, int], list[bytes]]) -> pb.WorkLease:
         spec, prompt, done = self._run.spec, self._run.prompt(group), group.headers()
         rollout, evaluation = spec.rollout, spec.evaluation
+        self._run.remember(group.group_id, prompt)
         params = common_pb2.SamplingParams(
             temperature=evaluation.temperature if group.is_evaluation else rollout.temperature,
             top_p=1.0,
@@ -175,16 +182,16 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         _require(request, self._run, "request_id", "lease_token", "group_id")
         if not request.samples:
             raise InvalidArgument("samples is empty", "samples")
-        (group,) = await self._ledger.groups([request.group_id])
-        size, prompt = self._run.group_size(group.group_id), self._run.prompt(group).token_ids
+        group_id, size = request.group_id, self._run.group_size(request.group_id)
+        prompt = (await self._run.prompt_of(group_id)).token_ids
         if len({sample.sample_index for sample in request.samples}) < len(request.samples):
             raise InvalidArgument("samples holds a sample_index twice", "samples")
-        finished = [codec.finished_sample(sample, group.group_id, size, prompt) for sample in request.samples]
+        finished = [codec.finished_sample(sample, group_id, size, prompt) for sample in request.samples]
         kill_point("buffer_before_submit")
-        complete = await self._ledger.submit(group.group_id, _token(request.lease_token), size, finished)
+        complete = await self._ledger.submit(group_id, _token(request.lease_token), size, finished)
         kill_point("buffer_after_submit")
         if complete:
-            self._run.pulse.beat()
+            self._run.grade_pulse.beat()
         return pb.SubmitSamplesResponse(group_complete=complete)
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:
@@ -244,16 +251,13 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             if not 0 <= row < len(manifest.rows):
                 raise InvalidArgument(f"rows: batch {request.batch} has no row {row}", "rows")
         wanted = [manifest.rows[row] for row in request.rows[start:]]
-        payloads = await self._ledger.payloads((row.group_id, row.sample_index) for row in wanted)
-        page, size = [], 0
-        for payload in payloads:
-            if payload is None:
-                raise FailedPrecondition(f"tokens of batch {request.batch} are gone: it was committed some time ago")
-            if page and size + len(payload) > PAGE_BYTES:
-                return pb.FetchSamplesResponse(payloads=page, next_page_token=_page_token(start + len(page)))
-            page.append(payload)
-            size += len(payload)
-        return pb.FetchSamplesResponse(payloads=page)
+        count = _rows_in_page(wanted)
+        payloads = await self._ledger.payloads((row.group_id, row.sample_index) for row in wanted[:count])
+        page = [payload for payload in payloads if payload is not None]
+        if len(page) < count:
+            raise FailedPrecondition(f"tokens of batch {request.batch} are gone: it was committed some time ago")
+        more = count < len(wanted)
+        return pb.FetchSamplesResponse(payloads=page, next_page_token=_page_token(start + count) if more else "")
 
     async def _batch(self, number: int) -> dict[bytes, bytes]:
         found = await self._ledger.batches(number, 1) if number >= 0 else []
@@ -475,3 +479,13 @@ def _page_start(token: str) -> int:
     if not 0 <= start <= MAX_START:
         raise InvalidArgument(f"page_token {token!r} is not one that this service gave", "page_token")
     return start
+
+
+def _rows_in_page(rows: Sequence[pb.BatchRow]) -> int:
+    """How many of the rows fill a page, at least one; by their tokens, so that no more is read than sent."""
+    size = 0
+    for count, row in enumerate(rows):
+        size += TOKEN_BYTES * (row.prompt_tokens + row.response_tokens)
+        if count and size > PAGE_BYTES:
+            return count
+    return len(rows)

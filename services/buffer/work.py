@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.buffer.run import RECHECK_S, Run
+from services.buffer.run import RECHECK_S, Pulse, Run
 from services.common.board import StatusBoard
 from services.common.errors import Unavailable
 from services.common.logs import get_logger
@@ -24,11 +24,11 @@ EXPIRE_EVERY_S = 0.5
 log = get_logger(__name__)
 
 
-async def repeat(run: Run, board: StatusBoard, name: str, step: Callable[[], Awaitable[None]]) -> None:
-    """Take a step at every pulse, for ever; while Redis or a service is away, wait for it."""
+async def repeat(pulse: Pulse, board: StatusBoard, name: str, step: Callable[[], Awaitable[None]]) -> None:
+    """Take a step at every beat, for ever; while Redis or a service is away, wait for it."""
     backoff = Backoff()
     while True:
-        beat = asyncio.ensure_future(run.pulse.wait(RECHECK_S))
+        beat = asyncio.ensure_future(pulse.wait(RECHECK_S))
         try:
             await step()
             backoff.reset()

@@ -99,7 +99,7 @@ def wide_spec(directory: Path, port: int) -> Any:
     """Two batches ahead, and as many groups again."""
     return make_spec(
         directory, port, num_rollout=4, max_staleness=1, partial_rollout=True, over_sampling_batch_size=4,
-        dynamic_sampling_filter="nonzero_std", max_attempts=1, lease_ttl_s=600,
+        dynamic_sampling_filter="nonzero_std", max_attempts=1, lease_ttl_s=600, seal_window=2,
     )  # fmt: skip
 
 

@@ -275,14 +275,18 @@ async def test_a_rewind_issues_the_prompts_of_committed_batches_anew(tmp_path):
             answer = await buffer.registry.RewindRun(request, timeout=10)
             assert (answer.lineage, answer.reissued_groups) == (1, 2), "a repeat rewinds no further"
         assert await status_of(buffer.lease_batch(epoch)) == "ABORTED", "the trainer is fenced off"
-        assert await buffer.renew(lease) == "", "what is in flight stays"
+        assert await buffer.renew(lease) == "SEALED", "the weights of step 1 come first"
+        await buffer.release(lease)
+        assert await buffer.lease() == []
         second = await buffer.begin_epoch(1, digests[:1])
         await buffer.go_live(second, 1)
         old = [await buffer.group(group_id) for group_id in ("g00000002", "g00000003")]
         new = [await buffer.group(group_id) for group_id in ("g00000006", "g00000007")]
         assert [one.prompt_index for one in new] == [one.prompt_index for one in old]
         assert {one.state for one in old} == {pb.GROUP_STATE_COMMITTED}
-        assert await buffer.counts() == {"COMMITTED": 4, "GENERATING": 2, "WAITING": 2}
+        assert await buffer.counts() == {"COMMITTED": 4, "GENERATING": 1, "PARTIAL": 1, "WAITING": 2}
+        assert [one.group_id for one in await buffer.lease()] == [lease.group_id, "g00000006", "g00000007"]
+        assert dict((await buffer.stats()).discarded_tokens) == {"RESTARTED": 2}, "tokens of weights that are gone"
         assert (await buffer.stats()).lineage == 1
 
 

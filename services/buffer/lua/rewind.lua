@@ -27,7 +27,10 @@ for batch = step, committed - 1 do
   end
   redis.call('RENAME', batch_key(batch), batch_key(batch .. '@' .. lineage))
 end
-redis.call('HSET', RUN, 'sealed', step, 'acked', step, 'committed_step', step, 'checkpoint', '', 'begun_step', step,
-  'rewind_request', ARGV[1], 'reissued', reissued)
+-- Nothing starts until the weights of the step serve again.
+local live = redis.call('HMGET', RUN, 'live_epoch', 'live_step')
+if live[2] ~= '-1' then redis.call('HSET', P .. 'version_states', live[1] .. ':' .. live[2], 'RETIRED') end
+redis.call('HSET', RUN, 'live_step', -1, 'begun_step', step, 'sealed', step, 'acked', step, 'committed_step', step,
+  'checkpoint', '', 'rewind_request', ARGV[1], 'reissued', reissued)
 redis.call('HINCRBY', RUN, 'run_epoch', 1)
 return {lineage, reissued}
