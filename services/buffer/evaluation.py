@@ -98,7 +98,7 @@ class Evaluations:
                         written.add((step, name))
             except Unavailable as error:
                 log.warning("waiting", loop="evaluation", error=str(error))
-            await self._run.pulse.wait(RECHECK_S)
+            await asyncio.sleep(RECHECK_S)
 
     async def _write(self, step: int, name: str) -> None:
         result = self._ended[step, name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import ctypes
 import os
 import signal
@@ -157,6 +158,7 @@ async def serve(service: str, spec: RunSpec, setup: Setup, endpoint: Endpoint) -
         if not host.stopping.is_set():
             names = [*host.service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, host.server)
+            gc.freeze()  # what is there now stays: no collection need look through it again
             await host.server.start()
             started = True
             host.spawn(_mirror_readiness(board, healthy, ["", *host.service_names]), "health")
