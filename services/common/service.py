@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import ctypes
+import gc
 import os
 import signal
 import sys
