@@ -46,6 +46,7 @@ def make_rules(
             "rollout_batch_size": BATCH,
             "n_samples_per_prompt": 2,
             "over_sampling_batch_size": BATCH + surplus,
+            "refill": refill,
             "partial_rollout": partial,
             "max_staleness": staleness,
         }

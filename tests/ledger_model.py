@@ -188,6 +188,7 @@ class LedgerModel:
         if len(group.finished) < group.size:
             return False
         group.done_token = token
+        group.recount_age()
         self._move(group, State.GENERATED)
         return True
 
@@ -222,10 +223,13 @@ class LedgerModel:
 
     def _save(self, group: Group, fragments: Sequence[Fragment]) -> None:
         self.touched.add(group.gid)
-        for new in [f for f in fragments if f.index not in group.finished]:
+        fragments = [f for f in fragments if f.index not in group.finished]
+        for new in fragments:
             parts = group.partial.get(new.index, [])
             if new.begin not in {0, *(f.begin for f in parts), *(f.end for f in parts[-1:])}:
                 raise FailedPrecondition(f"progress of {group.gid} begins where no fragment begins or ends")
+        for new in fragments:
+            parts = group.partial.get(new.index, [])
             group.partial[new.index] = [*(f for f in parts if f.begin < new.begin), new]
             group.partial_steps |= {new.oldest, new.newest}
             group.note_age(new.oldest)

@@ -50,7 +50,7 @@ class LedgerOnRedis:
         """What the ledger put into the tokens of the last leases."""
 
     async def lease_work(self, request_id: str, worker: str, room: int, tag: str, now: int) -> list[tuple[str, str]]:
-        leases = await self.ledger.lease_work(request_id, worker, room)
+        leases = await self.ledger.lease_work(request_id, worker, room) or []
         self.tag = leases[0][1].partition(":")[0] if leases else ""
         return leases
 

@@ -23,7 +23,7 @@ from services.buffer.filters import load_buffer_filter, load_filter
 from services.buffer.grading import Grader
 from services.buffer.ledger import Ledger
 from services.buffer.registry_servicer import RegistryServicer
-from services.buffer.run import Run, SharedLock
+from services.buffer.run import Run
 from services.buffer.sealing import Sealer
 from services.buffer.servicer import BufferServicer
 from services.buffer.watch import StatsWatch
@@ -81,7 +81,7 @@ async def setup(host: ServiceHost) -> None:
     await ledger.register(spec.digest(), run.data_digest())
     reward_channel = open_channel(spec.services.reward.grpc)
     host.on_stop.append(reward_channel.close)
-    evaluations, watch, settling = Evaluations(run), StatsWatch(run), SharedLock()
+    evaluations, watch = Evaluations(run), StatsWatch(run)
     host.board.checks["redis"] = watch.problem
     host.board.details = watch.details
     host.serve(
@@ -94,7 +94,7 @@ async def setup(host: ServiceHost) -> None:
         registry_pb2_grpc.add_RunRegistryServiceServicer_to_server,
         RegistryServicer(run, evaluations),
     )
-    grader, sealer = Grader(run, host.board, reward_channel, settling), Sealer(run, host.board, settling)
+    grader, sealer = Grader(run, host.board, reward_channel), Sealer(run)
     host.spawn(expire_loop(run), "expire")
     host.spawn(repeat(run.grade_pulse, host.board, "grade", grader.step), "grade")
     host.spawn(repeat(run.pulse, host.board, "seal", sealer.step), "seal")

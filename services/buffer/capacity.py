@@ -6,7 +6,7 @@ them. Tombstones, manifests and evaluations are small beside it.
 
 from __future__ import annotations
 
-from services.common.spec import RolloutSpec, RunSpec, SpecError
+from services.common.spec import RunSpec, SpecError
 
 TOKEN_ID_BYTES = 3
 """A varint below 2^21, more than any vocabulary has."""
@@ -34,14 +34,9 @@ def batches_at_once(spec: RunSpec) -> int:
     return min(spec.trainer.save_interval + spec.rollout.max_staleness + 1, spec.rollout.num_rollout)
 
 
-def surplus_groups(rollout: RolloutSpec) -> int:
-    """Groups in flight beyond those batches, at most."""
-    return rollout.over_sampling - (rollout.rollout_batch_size if rollout.refill == "estimate" else 1)
-
-
 def check_capacity(spec: RunSpec, limit_bytes: int) -> None:
     """Raise SpecError if the worst case does not fit into MEMORY_SHARE of the limit; 0 is no limit."""
-    batches, surplus = batches_at_once(spec), surplus_groups(spec.rollout)
+    batches, surplus = batches_at_once(spec), spec.rollout.surplus_groups
     needed = batches * batch_bytes(spec) + surplus * spec.rollout.n_samples_per_prompt * sample_bytes(spec)
     if not limit_bytes or needed <= MEMORY_SHARE * limit_bytes:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,12 +68,13 @@ def finished_sample(sample: common_pb2.Sample, group_id: str, group_size: int, p
 def fragment(message: pb.SampleFragment, group_id: str, group_size: int) -> Fragment:
     """Tokens of an unfinished sample as they go into the ledger. Raises InvalidArgument that names the field."""
     where = f"progress[{message.sample_index}]"
-    count, log_probs = len(message.response_token_ids), message.rollout_log_probs
+    token_ids, log_probs = np.asarray(message.response_token_ids), np.asarray(message.rollout_log_probs)
+    count = len(token_ids)
     checks = {
         "sample_index": 0 <= message.sample_index < group_size,
         "begin": message.begin >= 0,
-        "response_token_ids": count > 0 and min(message.response_token_ids) >= 0,
-        "rollout_log_probs": len(log_probs) == count and all(map(math.isfinite, log_probs)),
+        "response_token_ids": count > 0 and token_ids.min() >= 0,
+        "rollout_log_probs": len(log_probs) == count and np.isfinite(log_probs).all(),
         "policy_spans": _covers(message.policy_spans, message.begin, message.begin + count),
     }
     for field, right in checks.items():

@@ -14,10 +14,10 @@ from services.buffer.filters import SampledGroup, SampledSample, decide
 from services.buffer.hooks import HookFailed
 from services.buffer.records import Group
 from services.buffer.rewards import shuffled
-from services.buffer.run import Run, SharedLock
+from services.buffer.run import Run
 from services.buffer.states import State
 from services.common.board import StatusBoard
-from services.common.errors import FlotillaError, ResourceExhausted, Unavailable
+from services.common.errors import DeadlineExceeded, FlotillaError, ResourceExhausted, Unavailable
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
 from services.common.rpc import call
@@ -26,6 +26,8 @@ GRADE_CHUNK_SAMPLES = 256
 """Samples in one Grade call: few calls, and none too large."""
 GRADE_CHUNK_TOKENS = 4 << 20
 """Tokens in one Grade call, at most: as text they must fit into one message."""
+GRADE_CALLS = 16
+"""Grade calls at once: the time of one counts from when the reward service has it."""
 GRADE_TIMEOUT_S = 120.0
 GRADE_PATIENCE_S = 30.0
 
@@ -36,18 +38,12 @@ log = get_logger(__name__)
 class Grader:
     """Grades every complete group of one run, and decides whether it is kept."""
 
-    def __init__(self, run: Run, board: StatusBoard, reward_channel: grpc.aio.Channel, settling: SharedLock) -> None:
-        """Args:
-        run: The run.
-        board: Where waits are shown.
-        reward_channel: To the reward service.
-        settling: Held while a group is settled: the counts of a seal must not change while it is made.
-        """
+    def __init__(self, run: Run, board: StatusBoard, reward_channel: grpc.aio.Channel) -> None:
         self._run = run
         self._ledger = run.ledger
         self._board = board
         self._reward = reward_pb2_grpc.RewardServiceStub(reward_channel)
-        self._settling = settling
+        self._calls = asyncio.Semaphore(GRADE_CALLS)
         self._grading: set[str] = set()
 
     async def step(self) -> None:
@@ -77,7 +73,6 @@ class Grader:
         self._grading.difference_update(group_ids)
         if not task.cancelled() and (error := task.exception()):
             log.warning("grading will be tried again", groups=len(group_ids), error=str(error))
-            self._run.grade_pulse.beat()
         self._run.pulse.beat()
 
     async def _grade(self, group_ids: list[str]) -> None:
@@ -89,8 +84,10 @@ class Grader:
         )
         with self._board.waiting("verdicts from the reward service"):
             try:
-                answer = await call(self._reward.Grade, request, timeout_s=GRADE_TIMEOUT_S, patience_s=GRADE_PATIENCE_S)
-            except (Unavailable, ResourceExhausted):
+                async with self._calls:
+                    grade = self._reward.Grade
+                    answer = await call(grade, request, timeout_s=GRADE_TIMEOUT_S, patience_s=GRADE_PATIENCE_S)
+            except (Unavailable, ResourceExhausted, DeadlineExceeded):
                 raise
             except FlotillaError as error:
                 for group_id in group_ids:
@@ -135,15 +132,17 @@ class Grader:
             )
             for item in items
         ]
-        for verdict, reason in names:
-            VERDICTS.labels(verdict, reason).inc()
         rewards = [item.value for item in items]
         if self._run.spec.rollout.shuffle_rewards and not group.is_evaluation:
             rewards = shuffled(rewards, f"{self._run.spec.rollout.seed}:{group.group_id}")
         verdicts = [f"{v}:{r}" for v, r in names]
         moved = await self._ledger.score(group.group_id, rewards, verdicts)
         kill_point("buffer_after_score")
-        if moved and not group.is_evaluation:
+        if not moved:
+            return
+        for verdict, reason in names:
+            VERDICTS.labels(verdict, reason).inc()
+        if not group.is_evaluation:
             await self._settle(group.graded(rewards, verdicts))
 
     async def _settle(self, group: Group) -> None:
@@ -153,10 +152,9 @@ class Grader:
         except HookFailed as error:
             await self._ledger.fail_group(group.group_id, State.SCORED, "FILTER", str(error))
             return
-        async with self._settling.shared():
-            await self._ledger.settle(
-                group.group_id, keep, reason, group.rewards(), keep_when_insufficient=chosen.keep_when_insufficient
-            )
+        await self._ledger.settle(
+            group.group_id, keep, reason, group.rewards(), keep_when_insufficient=chosen.keep_when_insufficient
+        )
 
     async def _responses(self, group: Group) -> list[str]:
         (payloads,) = await self._samples([group])

@@ -108,8 +108,8 @@ class Ledger:
         *,
         back_pressure: bool = False,
         chosen: Sequence[str] | None = None,
-    ) -> list[tuple[str, str]]:
-        """Lease groups; returns (group, token) pairs.
+    ) -> list[tuple[str, str]] | None:
+        """Lease groups; returns (group, token) pairs, or None if the worker is drained.
 
         Args:
             request_id: The same one brings the same leases again, as long as they live.
@@ -122,6 +122,8 @@ class Ledger:
             "lease_work", request_id, worker_id, max_groups, _ms(self._spec.rollout.lease_ttl_s), secrets.token_hex(8),
             int(back_pressure), int(chosen is not None), *(chosen or ()),
         )  # fmt: skip
+        if flat is None:
+            return None
         texts = [item.decode() for item in flat]
         return list(zip(texts[::2], texts[1::2], strict=True))
 
@@ -160,13 +162,13 @@ class Ledger:
         flat = await self._run("list_leases", start, start + count - 1)
         return [Lease(flat[i].decode(), int(flat[i + 1]), flat[i + 2].decode()) for i in range(0, len(flat), 3)]
 
-    async def expire(self, memory_is_short: bool = False) -> tuple[int, int]:
+    async def expire(self, let_go_now: bool = False) -> tuple[int, int]:
         """Take back lapsed leases, end what is late or too old, and let go of tokens that nobody needs.
 
         Returns how many groups moved, and the tokens of how many went; there may be more.
         """
         deadline_ms = _ms(self._spec.evaluation.deadline_s)
-        moved, gone = await self._run("expire", deadline_ms, int(memory_is_short))
+        moved, gone = await self._run("expire", deadline_ms, int(let_go_now))
         return int(moved), int(gone)
 
     async def fragments(self, rows: Sequence[tuple[str, int]]) -> list[list[bytes]]:
@@ -205,16 +207,14 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ batches
 
-    async def interval(self) -> dict[str, str]:
-        """What happened since the last seal, and `now_ms`."""
-        with redis_errors():
-            fields = await self.redis.hgetall(self._key("interval"))
-            clock = await self.redis.time()
-        return _texts(fields) | {"now_ms": str(clock[0] * 1000 + clock[1] // 1000)}
+    async def interval(self, batch: int) -> dict[str, str]:
+        """What happened since the last seal, set aside for this batch, and `now_ms`."""
+        fields, now_ms = await self._run("interval", batch)
+        return _texts(_pairs(fields)) | {"now_ms": str(now_ms)}
 
-    async def seal(self, batch: int, digest: str, manifest: bytes, group_ids: Sequence[str]) -> None:
-        """KEPT to READY, as a batch; without effect if the batch is sealed already."""
-        await self._run("seal", batch, digest, manifest, *group_ids)
+    async def seal(self, batch: int, digest: str, manifest: bytes, group_ids: Sequence[str]) -> bool:
+        """KEPT to READY, as a batch; False, without effect, if the batch is sealed already or a group is not KEPT."""
+        return await self._run("seal", batch, digest, manifest, *group_ids) == 1
 
     async def lease_batch(self, run_epoch: int) -> tuple[int, bytes, bool]:
         """The oldest batch that is not acknowledged, its manifest, and whether a trained one is not committed.
@@ -267,7 +267,7 @@ class Ledger:
                 return min((int(found[0][1]) for found in await pipe.execute() if found), default=None)
 
     async def aging(self, step: int) -> int:
-        """Groups in play with tokens from a policy step up to this one."""
+        """Groups in play with tokens, or a lease, from a policy step up to this one."""
         with redis_errors():
             return int(await self.redis.zcount(self._key("aging"), "-inf", step))
 

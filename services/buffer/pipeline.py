@@ -2,7 +2,7 @@
 
     many calls ──► queue ──► at most IN_FLIGHT pipelines, each with what has gathered while the ones before were away
 
-A caller that is cancelled leaves its command on its way, and its reply goes nowhere.
+A caller that is cancelled leaves a command that is on its way alone, and its reply goes nowhere.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ class Pipelines:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
         self._queue: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._draining = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def call(self, *command: Any) -> Any:
         """The answer to one command. Raises what redis-py raises."""
         future = asyncio.get_running_loop().create_future()
         self._queue.append((command, future))
-        if len(self._tasks) < IN_FLIGHT:
+        if self._draining < IN_FLIGHT:
+            self._draining += 1
             self._tasks.add(task := asyncio.ensure_future(self._drain()))
             task.add_done_callback(self._tasks.discard)
         return await future
@@ -45,15 +47,22 @@ class Pipelines:
             return await self.call(*command)
 
     async def _drain(self) -> None:
-        while self._queue:
-            batch = self._take()
-            try:
-                async with self._redis.pipeline(transaction=False) as pipe:
-                    for command, _ in batch:
-                        pipe.execute_command(*command)
-                    answers = await pipe.execute(raise_on_error=False)
-            except (exceptions.RedisError, OSError) as error:
-                answers = [error] * len(batch)
+        try:
+            while batch := self._take():
+                await self._send(batch)
+        finally:
+            self._draining -= 1
+
+    async def _send(self, batch: list[tuple[tuple[Any, ...], asyncio.Future[Any]]]) -> None:
+        answers: list[Any] = [exceptions.ConnectionError("the call was cut short")] * len(batch)
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for command, _ in batch:
+                    pipe.execute_command(*command)
+                answers = await pipe.execute(raise_on_error=False)
+        except (exceptions.RedisError, OSError) as error:
+            answers = [error] * len(batch)
+        finally:  # whatever happens, nobody waits for ever
             for (_, future), answer in zip(batch, answers, strict=True):
                 if future.done():
                     continue
@@ -63,6 +72,8 @@ class Pipelines:
                     future.set_result(answer)
 
     def _take(self) -> list[tuple[tuple[Any, ...], asyncio.Future[Any]]]:
+        """What travels next, without what nobody waits for any more."""
+        self._queue = [one for one in self._queue if not one[1].done()]
         size = count = 0
         for command, _ in self._queue:
             size += sum(len(part) for part in command if isinstance(part, bytes))

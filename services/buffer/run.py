@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,11 +26,15 @@ RECHECK_S = 1.0
 MAX_WAIT_S = 60.0
 """Longest long poll."""
 COMMIT_SHARE = 0.6
-MAX_LEASED = 1 << 14
+MAX_REMEMBERED = 1 << 14
+"""Prompts, for a submit to ask for: as many groups as are under lease, and some."""
 
 
 class Pulse:
-    """Wakes everybody who waits for a change of the ledger."""
+    """Wakes everybody who waits for a change of the ledger.
+
+    Whoever looks and then waits notes `beats` before the look, so that a beat in between is not lost.
+    """
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -42,41 +46,15 @@ class Pulse:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Return at the next beat, or after the timeout."""
+    async def wait(self, seen: int, timeout_s: float) -> None:
+        """Return when there have been more beats than were seen, or after the timeout."""
+        if self.beats > seen:
+            return
         event = self._event
         # Not asyncio.wait_for: in Python 3.11 it can swallow a cancellation that meets the event.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await event.wait()
-
-
-class SharedLock:
-    """Held by many together, or by one alone."""
-
-    def __init__(self) -> None:
-        self._holders, self._alone, self._free = 0, asyncio.Lock(), asyncio.Event()
-        self._free.set()
-
-    @contextlib.asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        """Hold it together with others."""
-        async with self._alone:
-            self._holders += 1
-            self._free.clear()
-        try:
-            yield
-        finally:
-            self._holders -= 1
-            if not self._holders:
-                self._free.set()
-
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Wait for all others to leave, and hold it alone."""
-        async with self._alone:
-            await self._free.wait()
-            yield
 
 
 class Turnstile(Generic[T]):
@@ -87,16 +65,19 @@ class Turnstile(Generic[T]):
         self._vain: tuple[int, float] = (-1, 0.0)
         """Beat and time of the last attempt in vain."""
 
-    async def ask(self, attempt: Callable[[], Awaitable[list[T]]]) -> list[T]:
-        """What the attempt brings; [] without asking if another has asked in vain since the last beat."""
+    async def ask(self, attempt: Callable[[], Awaitable[list[T] | None]]) -> list[T]:
+        """What the attempt brings; [] without asking if another has asked in vain since the last beat.
+
+        An attempt that brings None says nothing about what others would get.
+        """
         async with self._lock:
             beats, now = self._pulse.beats, time.monotonic()
             if self._vain[0] == beats and now < self._vain[1] + RECHECK_S:
                 return []
             answer = await attempt()
-            if not answer:
+            if answer == []:
                 self._vain = (beats, now)
-            return answer
+            return answer or []
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +120,7 @@ class Run:
     """Something may have changed that stops leases."""
     memory: Memory = Memory()
     """As of the last look."""
-    leased: dict[str, Prompt] = field(default_factory=dict)
+    remembered: dict[str, Prompt] = field(default_factory=dict)
     """Prompts of the groups that were leased last, which a submit asks for."""
 
     async def look_at_memory(self) -> None:
@@ -171,13 +152,13 @@ class Run:
 
     def remember(self, group_id: str, prompt: Prompt) -> None:
         """Note the prompt of a group that is leased now."""
-        self.leased[group_id] = prompt
-        if len(self.leased) > MAX_LEASED:
-            del self.leased[next(iter(self.leased))]
+        self.remembered[group_id] = prompt
+        if len(self.remembered) > MAX_REMEMBERED:
+            del self.remembered[next(iter(self.remembered))]
 
     async def prompt_of(self, group_id: str) -> Prompt:
         """The prompt of a group. Raises NotFound if it was never issued."""
-        if (prompt := self.leased.get(group_id)) is None:
+        if (prompt := self.remembered.get(group_id)) is None:
             (group,) = await self.ledger.groups([group_id])
             prompt = self.prompt(group)
         return prompt
@@ -192,13 +173,9 @@ class Run:
         """Repeat an attempt, at every pulse, until it is done or the time is up; returns the last answer."""
         give_up = time.monotonic() + min(wait_s, MAX_WAIT_S)
         while True:
-            # The event is taken before the attempt, so that a beat in between is not lost.
-            beat = asyncio.ensure_future(self.pulse.wait(RECHECK_S))
-            try:
-                answer = await attempt()
-                left = give_up - time.monotonic()
-                if done(answer) or left <= 0:
-                    return answer
-                await asyncio.wait({beat}, timeout=left)
-            finally:
-                beat.cancel()
+            seen = self.pulse.beats
+            answer = await attempt()
+            left = give_up - time.monotonic()
+            if done(answer) or left <= 0:
+                return answer
+            await self.pulse.wait(seen, min(RECHECK_S, left))

@@ -14,7 +14,7 @@ from services.buffer.rewards import group_advantages
 
 
 def make_manifest(
-    batch: int, groups: Sequence[Group], num_steps: int, interval: Mapping[str, str], live_epoch: int = 1
+    batch: int, groups: Sequence[Group], num_steps: int, interval: Mapping[str, str], live_epoch: int
 ) -> pb.BatchManifest:
     """The manifest of a batch without its schedule.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from services.buffer.records import Group
-from services.buffer.run import Run, SharedLock
+from services.buffer.run import Run
 from services.buffer.seal import make_manifest
 from services.buffer.states import State
-from services.common.board import StatusBoard
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
 from services.common.service import now_s
@@ -40,24 +40,17 @@ def choose_groups(kept: Sequence[Group], batch: int, size: int, max_age: int, wi
 class Sealer:
     """Seals the batches of one run."""
 
-    def __init__(self, run: Run, board: StatusBoard, settling: SharedLock) -> None:
-        """Args:
-        run: The run.
-        board: Where waits are shown.
-        settling: As in Grader.
-        """
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._ledger = run.ledger
-        self._board = board
-        self._settling = settling
         self._waiting_since: tuple[int, float] = (-1, 0.0)
         """The batch that waits for groups that would be too old for the next one, and since when."""
 
     async def step(self) -> None:
         """Seal as many batches as there are."""
         while chosen := await self._next():
-            async with self._settling.alone():
-                await self._seal(*chosen)
+            if not await self._seal(*chosen):
+                return  # the run has gone back meanwhile
             await self._run.look_at_memory()
             self._run.turn()
 
@@ -90,11 +83,15 @@ class Sealer:
         log.warning("sealed without groups that are too old from now on", batch=batch, groups=late)
         return False
 
-    async def _seal(self, batch: int, groups: list[Group]) -> None:
+    async def _seal(self, batch: int, groups: list[Group]) -> bool:
         steps = self._run.spec.algorithm.num_steps_per_rollout
         live_epoch = int((await self._ledger.run_facts()).get("live_epoch", 0))
-        manifest = make_manifest(batch, groups, steps, await self._ledger.interval(), live_epoch)
+        interval = await self._ledger.interval(batch)
+        manifest = await asyncio.to_thread(make_manifest, batch, groups, steps, interval, live_epoch)
         kill_point("buffer_before_seal")
-        await self._ledger.seal(batch, manifest.digest, manifest.SerializeToString(), [one.group_id for one in groups])
+        ids = [one.group_id for one in groups]
+        sealed = await self._ledger.seal(batch, manifest.digest, manifest.SerializeToString(), ids)
         kill_point("buffer_after_seal")
-        log.info("sealed", batch=batch, mean_reward=round(manifest.stats.mean_reward, 4))
+        if sealed:
+            log.info("sealed", batch=batch, mean_reward=round(manifest.stats.mean_reward, 4))
+        return sealed

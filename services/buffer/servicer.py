@@ -60,7 +60,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         _require(request, self._run, "request_id", "worker_id")
         if request.max_groups < 1:
             raise InvalidArgument("max_groups must be at least 1", "max_groups")
-        pairs = await self._lease_work(request)
+        pairs = await self._lease_work(request) or []
         if not pairs and (wait_s := seconds(request.wait_timeout)):
             pairs = await self._run.poll(lambda: self._turnstile.ask(lambda: self._lease_work(request)), bool, wait_s)
         kill_point("buffer_after_lease")
@@ -72,7 +72,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             leases=[self._lease(group, token, saved) for group, (_, token) in zip(groups, pairs, strict=True)]
         )
 
-    async def _lease_work(self, request: pb.LeaseWorkRequest) -> list[tuple[str, str]]:
+    async def _lease_work(self, request: pb.LeaseWorkRequest) -> list[tuple[str, str]] | None:
         wanted = min(request.max_groups, MAX_LEASES)
         return await self._ledger.lease_work(
             request.request_id,
@@ -166,16 +166,12 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         _require(request, self._run, "worker_id")
         told: set[Stop] = set()
         while True:
-            # The event is taken before the look, so that a beat in between is not lost.
-            beat = asyncio.ensure_future(self._run.stop_pulse.wait(RECHECK_S))
-            try:
-                _, stops = await self._ledger.stops(request.worker_id)
-                if fresh := [stop for stop in stops if stop not in told]:
-                    yield pb.WatchWorkResponse(stops=map(codec.stop_to_pb, fresh))
-                told = set(stops)
-                await beat
-            finally:
-                beat.cancel()
+            seen = self._run.stop_pulse.beats
+            _, stops = await self._ledger.stops(request.worker_id)
+            if fresh := [stop for stop in stops if stop not in told]:
+                yield pb.WatchWorkResponse(stops=map(codec.stop_to_pb, fresh))
+            told = set(stops)
+            await self._run.stop_pulse.wait(seen, RECHECK_S)
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         """Store finished samples."""

@@ -19,8 +19,10 @@ ISSUED = Gauge("flotilla_buffer_issued_groups", "Groups ever issued", ["ledger"]
 UNACCOUNTED = Gauge("flotilla_buffer_unaccounted_groups", "Issued minus the sum over all states; 0 always", ["ledger"])
 LEASES = Gauge("flotilla_buffer_leases", "Work leases that are held")
 DROPPED = Gauge("flotilla_buffer_dropped_groups", "Groups that the filter dropped", ["reason"])
+FAILED = Gauge("flotilla_buffer_failed_groups", "Groups that could not be generated or graded", ["reason"])
 STALE = Gauge("flotilla_buffer_stale_groups", "Groups that became too old to be used", ["reason"])
 DISCARDED = Gauge("flotilla_buffer_discarded_tokens", "Response tokens that were thrown away", ["reason"])
+MEMORY_LIMIT = Gauge("flotilla_buffer_redis_memory_limit_bytes", "That limit; 0 if there is none")
 MEMORY = Gauge("flotilla_buffer_redis_memory_bytes", "Memory of Redis that counts towards its limit")
 
 
@@ -40,6 +42,7 @@ class StatsWatch:
                     self._show(await self._run.ledger.stats())
                     await self._run.look_at_memory()
                 MEMORY.set(self._run.memory.used)
+                MEMORY_LIMIT.set(self._run.memory.limit)
                 self._problem = ""
             except (Unavailable, TimeoutError) as error:
                 self._problem = str(error) or f"Redis has not answered for {PATIENCE_S:.0f} s"
@@ -75,6 +78,8 @@ class StatsWatch:
         LEASES.set(stats.leases)
         for reason, count in stats.dropped.items():
             DROPPED.labels(reason).set(count)
+        for reason, count in stats.failed.items():
+            FAILED.labels(reason).set(count)
         for reason, count in stats.stale.items():
             STALE.labels(reason).set(count)
         for reason, count in stats.discarded.items():

@@ -28,7 +28,7 @@ async def repeat(pulse: Pulse, board: StatusBoard, name: str, step: Callable[[],
     """Take a step at every beat, for ever; while Redis or a service is away, wait for it."""
     backoff = Backoff()
     while True:
-        beat = asyncio.ensure_future(pulse.wait(RECHECK_S))
+        seen = pulse.beats
         try:
             await step()
             backoff.reset()
@@ -36,10 +36,7 @@ async def repeat(pulse: Pulse, board: StatusBoard, name: str, step: Callable[[],
             log.warning("waiting", loop=name, error=str(error))
             with board.waiting(f"{name}: {error}"):
                 await backoff.wait()
-        finally:
-            if (task := asyncio.current_task()) and task.cancelling():
-                beat.cancel()
-        await beat
+        await pulse.wait(seen, RECHECK_S)
 
 
 async def expire_loop(run: Run) -> None:

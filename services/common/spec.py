@@ -127,7 +127,7 @@ class RolloutSpec(Strict):
     """Batches that may be generated ahead of the live weights: 0 trains and generates in turn, 1 overlaps them."""
     max_sample_age: int = Field(default=-1, ge=-1)
     """Oldest weights that a sample may come from, in batches before its own; -1 takes max_staleness, plus 2 with
-    partial_rollout, plus what surplus kept groups need."""
+    partial_rollout, and at least what surplus kept groups need."""
     age_wait_s: float = Field(default=600, gt=0)
     """How long a seal waits for groups that would be too old for the next batch."""
     lease_ttl_s: float = Field(default=20.0, ge=1)
@@ -143,13 +143,20 @@ class RolloutSpec(Strict):
         return self.over_sampling_batch_size or self.rollout_batch_size
 
     @property
+    def surplus_groups(self) -> int:
+        """Groups kept or in play beyond what the batches need, at most.
+
+        Refill `batch` issues over_sampling_batch_size when one is missing."""
+        return self.over_sampling - (self.rollout_batch_size if self.refill == "estimate" else 1)
+
+    @property
     def least_sample_age(self) -> int:
         """What max_sample_age must allow so that nothing is too old in steady state.
 
         Work starts up to max_staleness ahead, surplus waits for the batches after, and what is interrupted ends in the
         next batch at the earliest."""
-        surplus = -(-self.over_sampling // self.rollout_batch_size) - 1
-        return self.max_staleness + max(surplus, int(self.partial_rollout))
+        batches = -(-self.surplus_groups // self.rollout_batch_size)
+        return self.max_staleness + max(batches, int(self.partial_rollout))
 
     @property
     def sample_age(self) -> int:

@@ -77,10 +77,10 @@ def loss_mask(spans: Sequence[Span], *, mask_offpolicy: bool) -> list[int]:
 
     Args:
         spans: They cover a response without gaps.
-        mask_offpolicy: Leave out tokens of older weights than those that finished the response.
+        mask_offpolicy: Leave out tokens of an older step than that of the weights that finished the response.
     """
     mask: list[int] = []
     for span in spans:
-        left_out = mask_offpolicy and span.version < spans[-1].version
+        left_out = mask_offpolicy and span.version.step < spans[-1].version.step
         mask += [int(not left_out)] * (span.end - span.begin)
     return mask

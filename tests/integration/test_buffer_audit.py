@@ -328,7 +328,7 @@ async def test_one_breakage_is_not_reported_all_over_the_ledger(raw):
 
 async def test_released_content_is_not_missed(raw, written):
     ledger = Ledger(written.spec)
-    assert await ledger.expire(memory_is_short=True) == (0, 6)
+    assert await ledger.expire(let_go_now=True) == (0, 6)
     assert await raw("EXISTS", "payload:g00000000:0") == 0 and await raw("EXISTS", "payload:g00000002:0") == 1
     assert await raw.audit() == {}
     await ledger.close()

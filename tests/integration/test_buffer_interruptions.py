@@ -94,7 +94,8 @@ async def test_a_seal_stops_what_is_in_flight_and_partial_rollout_goes_on_with_i
         await buffer.submit(third, (0,))
         await buffer.submit(first)
         await buffer.submit(second)
-        stops = {stop.group_id: stop.reason for stop in (await watch.read()).stops}
+        told: Any = await watch.read()
+        stops = {stop.group_id: stop.reason for stop in told.stops}
         assert stops == dict.fromkeys((third.group_id, fourth.group_id), pb.STOP_REASON_SEALED)
         watch.cancel()
         assert await buffer.renew(third, buffer.fragment(1, 0, "ab")) == "SEALED"
@@ -245,7 +246,8 @@ async def test_a_drained_gateway_gives_its_work_back_and_gets_no_more(tmp_path):
         request = pb.DrainWorkRequest(run_id=RUN_ID, request_id="d", worker_id="w", wait_timeout=duration(10))
         drain = asyncio.ensure_future(buffer.stub.DrainWork(request, timeout=20))
         watch = buffer.stub.WatchWork(pb.WatchWorkRequest(run_id=RUN_ID, worker_id="w"), timeout=20)
-        assert {stop.reason for stop in (await watch.read()).stops} == {pb.STOP_REASON_DRAINING}
+        told: Any = await watch.read()
+        assert {stop.reason for stop in told.stops} == {pb.STOP_REASON_DRAINING}
         watch.cancel()
         listed = (await buffer.stub.ListLeases(pb.ListLeasesRequest(run_id=RUN_ID), timeout=10)).leases
         assert {one.stop_reason for one in listed} == {pb.STOP_REASON_DRAINING} and listed[0].worker_id == "w"

@@ -9,7 +9,7 @@ import pytest
 
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
 from flotilla.common.v1 import common_pb2
-from services.buffer.capacity import batch_bytes, batches_at_once, check_capacity, sample_bytes, surplus_groups
+from services.buffer.capacity import batch_bytes, batches_at_once, check_capacity, sample_bytes
 from services.common.spec import RunSpec, SpecError
 
 
@@ -50,9 +50,9 @@ def test_batches_between_two_commits_and_those_ahead():
 
 def test_surplus_of_both_refill_policies():
     sampling = {"over_sampling_batch_size": 48}
-    assert surplus_groups(spec_of().rollout) == 0
-    assert surplus_groups(spec_of(sampling).rollout) == 16
-    assert surplus_groups(spec_of(sampling | {"refill": "batch"}).rollout) == 47
+    assert spec_of().rollout.surplus_groups == 0
+    assert spec_of(sampling).rollout.surplus_groups == 16
+    assert spec_of(sampling | {"refill": "batch"}).rollout.surplus_groups == 47
 
 
 def test_what_does_not_fit_is_refused_with_numbers_that_help():

@@ -214,11 +214,11 @@ def test_leases_of_one_call_fit_into_a_message(samples, response, most):
     [
         ([], []),
         ([Span(0, 3, V1)], [1, 1, 1]),
-        ([Span(0, 2, V1), Span(2, 3, V2), Span(3, 5, V3)], [0, 0, 0, 1, 1]),
+        ([Span(0, 2, V1), Span(2, 3, V2), Span(3, 5, V3)], [0, 0, 1, 1, 1]),
         ([Span(0, 1, V3), Span(1, 2, V1), Span(2, 3, V2)], [1, 0, 1]),
     ],
 )
-def test_mask_leaves_out_tokens_of_older_weights_than_the_last(spans, expected):
+def test_mask_leaves_out_tokens_of_older_steps_than_the_last(spans, expected):
     assert loss_mask(spans, mask_offpolicy=True) == expected
     assert loss_mask(spans, mask_offpolicy=False) == [1] * len(expected)
 

@@ -1,9 +1,11 @@
 -- ARGV: request_id, worker_id, max_groups, ttl_ms, token_prefix, 1 if no fresh group may be issued for want of memory,
--- 1 if only the interrupted groups that follow may go on, those groups. Returns {gid, token, gid, token, ...}.
+-- 1 if only the interrupted groups that follow may go on, those groups. Returns {gid, token, gid, token, ...}, or nothing to
+-- a worker that is drained.
 local repeated = P .. 'request:' .. ARGV[1]
 local earlier = redis.call('LRANGE', repeated, 0, -1)
 if #earlier > 0 then return earlier end
-if redis.call('HGET', RUN, 'desired_state') ~= 'RUNNING' or redis.call('SISMEMBER', DRAINED, ARGV[2]) == 1 then return {} end
+if redis.call('SISMEMBER', DRAINED, ARGV[2]) == 1 then return false end
+if redis.call('HGET', RUN, 'desired_state') ~= 'RUNNING' then return {} end
 local room, ttl_ms, now = tonumber(ARGV[3]), tonumber(ARGV[4]), now_ms()
 local live, staleness, out = number_in(RUN, 'live_step'), policy('max_staleness'), {}
 local any_weights = staleness > 0 or policy('partial_rollout') == 1

@@ -10,20 +10,19 @@ local function note_age(gid, step)
   redis.call('ZADD', AGING, step, gid)
 end
 
--- Saves fragments of unfinished samples: ARGV[first], ... hold index, begin, tokens, oldest step, newest step, payload of each.
-local function save_fragment(gid, index, begin, tokens, oldest, newest, payload)
-  local key, begins, gone = group_key(gid), {}, 0
-  if redis.call('HEXISTS', key, 'h:' .. index) == 1 then return end -- it was finished meanwhile
-  local saved = number_in(key, 'p:' .. index)
-  local is_boundary = begin == saved
-  for one in string.gmatch(redis.call('HGET', key, 'f:' .. index) or '', '%d+') do
+-- Begins of the saved fragments that stay before a new one, how many must go, and whether the new one begins where one
+-- begins or ends.
+local function before_fragment(gid, index, begin)
+  local begins, gone, is_boundary = {}, 0, begin == number_in(group_key(gid), 'p:' .. index)
+  for one in string.gmatch(redis.call('HGET', group_key(gid), 'f:' .. index) or '', '%d+') do
     is_boundary = is_boundary or tonumber(one) == begin
     if tonumber(one) < begin then begins[#begins + 1] = one else gone = gone + 1 end
   end
-  if not is_boundary then
-    return fail('FAILED_PRECONDITION', 'progress of sample ' .. index .. ' of ' .. gid .. ' begins at token ' .. begin ..
-      ', where no fragment begins or ends; ' .. saved .. ' are saved')
-  end
+  return begins, gone, is_boundary
+end
+
+local function save_fragment(gid, index, begin, tokens, oldest, newest, payload)
+  local key, begins, gone = group_key(gid), before_fragment(gid, index, begin)
   for _ = 1, gone do redis.call('RPOP', partial_key(gid, index)) end
   begins[#begins + 1] = begin
   redis.call('RPUSH', partial_key(gid, index), payload)
@@ -34,11 +33,20 @@ local function save_fragment(gid, index, begin, tokens, oldest, newest, payload)
 end
 
 -- Saves fragments of unfinished samples: ARGV[first], ... hold index, begin, tokens, oldest step, newest step, payload of each.
+-- All or none. What was finished meanwhile is left out.
 local function save_fragments(gid, first)
   for at = first, #ARGV, 6 do
-    local refused = save_fragment(gid, ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3]),
-      tonumber(ARGV[at + 4]), ARGV[at + 5])
-    if refused then return refused end
+    local _, _, is_boundary = before_fragment(gid, ARGV[at], tonumber(ARGV[at + 1]))
+    if not is_boundary and redis.call('HEXISTS', group_key(gid), 'h:' .. ARGV[at]) == 0 then
+      return fail('FAILED_PRECONDITION', 'progress of sample ' .. ARGV[at] .. ' of ' .. gid .. ' begins at token ' ..
+        ARGV[at + 1] .. ', where no fragment begins or ends; ' .. number_in(group_key(gid), 'p:' .. ARGV[at]) .. ' are saved')
+    end
+  end
+  for at = first, #ARGV, 6 do
+    if redis.call('HEXISTS', group_key(gid), 'h:' .. ARGV[at]) == 0 then
+      save_fragment(gid, ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3]),
+        tonumber(ARGV[at + 4]), ARGV[at + 5])
+    end
   end
 end
 
@@ -120,13 +128,15 @@ end
 -- The step of an evaluation group, from its id.
 local function evaluated_step(gid) return tonumber(string.sub(gid, 2, 7)) end
 
--- Why a lease must stop; '' if it may go on.
-local function stop_reason(gid)
-  if redis.call('HGET', RUN, 'desired_state') == 'STOPPED' then return 'RUN_STOPPED' end
-  if redis.call('SISMEMBER', DRAINED, redis.call('HGET', group_key(gid), 'worker')) == 1 then return 'DRAINING' end
-  if ledger_of(gid) == 'eval' then
-    return evaluated_step(gid) ~= number_in(RUN, 'live_step') and 'VERSION_GONE' or ''
+-- Returns a function of a group and its worker that says why its lease must stop; '' if it may go on.
+local function stop_reasons()
+  local stopped, closed = redis.call('HGET', RUN, 'desired_state') == 'STOPPED', is_closed()
+  local live, drained = number_in(RUN, 'live_step'), redis.call('SCARD', DRAINED) > 0
+  return function(gid, worker)
+    if stopped then return 'RUN_STOPPED' end
+    if drained and redis.call('SISMEMBER', DRAINED, worker) == 1 then return 'DRAINING' end
+    if ledger_of(gid) == 'eval' then return evaluated_step(gid) ~= live and 'VERSION_GONE' or '' end
+    if closed then return 'SEALED' end
+    return is_too_old(gid) and 'TOO_OLD' or ''
   end
-  if is_closed() then return 'SEALED' end
-  return is_too_old(gid) and 'TOO_OLD' or ''
 end

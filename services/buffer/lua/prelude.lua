@@ -11,11 +11,14 @@
 -- payload:<id>:<i> string  serialized Sample
 -- partial:<id>:<i> list    serialized SampleFragments of an unfinished sample
 -- leases           zset    leased groups, by deadline in ms of Redis time
--- aging            zset    groups in play that have tokens, by the oldest policy step of these
+-- aging            zset    groups in play by their oldest policy step: of their tokens, and of the weights when they were leased
 -- retained         zset    groups at the end of their life, by the time in ms at which their tokens go
 -- batch:<b>        hash    state, digest, manifest, run_epoch, groups, commits; batch:<b>@<lineage> is one that was taken back
--- interval         hash    what happened since the last seal
--- versions         hash    '<epoch>:<step>' -> serialized Version
+-- interval         hash    what happened since the last seal; interval:<b>: set aside for a batch that is being sealed
+-- versions         hash    '<epoch>:<step>' -> serialized Version; version_states: its state
+-- evaluations      set     '<step>:<set>' that were issued; evaluation:<step>:<set>: list of its groups
+-- *_reasons        hash    of a ledger, a state's groups by reason; discarded: response tokens thrown away, by reason
+-- request:<id>     list    what a LeaseWork answered, for a while
 -- drained          set     gateways that get no more work
 local P = KEYS[1]
 local RUN, POLICY, INTERVAL = P .. 'run', P .. 'policy', P .. 'interval'

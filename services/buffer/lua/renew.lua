@@ -5,4 +5,4 @@ local refused = save_fragments(ARGV[1], 4)
 if refused then return refused end
 if #ARGV < 4 then even_if_full() end
 redis.call('ZADD', LEASES, now_ms() + tonumber(ARGV[3]), ARGV[1])
-return stop_reason(ARGV[1])
+return stop_reasons()(ARGV[1], redis.call('HGET', key, 'worker'))

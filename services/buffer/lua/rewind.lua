@@ -20,7 +20,7 @@ for batch = step, committed - 1 do
     local prompt = redis.call('HGET', group_key(gid), 'prompt') or number_in(group_key(gid), 'issue')
     local issue = redis.call('HINCRBY', RUN, 'issued', 1) - 1
     local anew = string.format('g%08d', issue)
-    redis.call('HSET', group_key(anew), 'state', 'WAITING', 'issue', issue, 'prompt', prompt, 'lineage', lineage)
+    redis.call('HSET', group_key(anew), 'state', 'WAITING', 'issue', issue, 'prompt', prompt)
     redis.call('ZADD', state_key('train', 'WAITING'), issue, anew)
     redis.call('HINCRBY', RUN, 'kept_total', -1)
     reissued = reissued + 1

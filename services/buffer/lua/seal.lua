@@ -18,5 +18,5 @@ redis.call('HSET', RUN, 'recent_kept', math.floor(number_in(RUN, 'recent_kept') 
 for _, gid in ipairs(redis.call('ZRANGE', state_key('train', 'KEPT'), 0, -1)) do
   if is_too_old(gid) then finish(gid, 'KEPT', 'STALE', 'AGE') end
 end
-redis.call('DEL', INTERVAL)
+redis.call('DEL', P .. 'interval:' .. batch)
 return 1

@@ -1,5 +1,5 @@
 -- ARGV: the names of the states. Returns counts of one instant: run, train, eval, reasons for dropped, failed and stale, discarded
--- tokens, policy, leases.
+-- tokens, leases.
 local train, eval = {}, {}
 for at = 1, #ARGV do train[at], eval[at] = size('train', ARGV[at]), size('eval', ARGV[at]) end
 return {redis.call('HGETALL', RUN), train, eval, redis.call('HGETALL', P .. 'train:dropped_reasons'),

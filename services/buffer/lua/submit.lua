@@ -26,5 +26,6 @@ if finished < tonumber(ARGV[3]) then return 0 end
 redis.call('ZREM', LEASES, gid)
 redis.call('HDEL', key, 'token')
 redis.call('HSET', key, 'done_token', ARGV[2])
+recount_age(gid)
 move(gid, 'GENERATING', 'GENERATED')
 return 1
