@@ -8,6 +8,7 @@ from flotilla.buffer.v1 import registry_pb2 as pb
 from flotilla.buffer.v1 import registry_pb2_grpc
 from services.buffer import codec
 from services.buffer.evaluation import Evaluations
+from services.buffer.requests import page_size
 from services.buffer.run import Run
 from services.common.errors import InvalidArgument
 
@@ -90,9 +91,7 @@ class RegistryServicer(registry_pb2_grpc.RunRegistryServiceServicer):
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
         """Versions, newest first."""
         self._run.check_run_id(request.run_id)
-        if request.page_size < 0:
-            raise InvalidArgument("page_size is negative", "page_size")
-        size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
+        size = page_size(request.page_size, DEFAULT_PAGE, MAX_PAGE)
         versions: list[pb.Version] = []
         for record, state in (await self._ledger.versions())[:size]:
             kept = pb.Version.FromString(record)

@@ -1,27 +1,26 @@
-"""BufferService over the ledger."""
+"""BufferService over the ledger: what changes it; what reads it stands in `reading.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
 from flotilla.buffer.v1 import buffer_pb2 as pb
-from flotilla.buffer.v1 import buffer_pb2_grpc
 from flotilla.common.v1 import common_pb2
 from services.buffer import codec
-from services.buffer.audit import audit
 from services.buffer.evaluation import Evaluations
 from services.buffer.filters import BufferedGroup, choose
 from services.buffer.layout import layout_from_proto, schedule_to_proto
-from services.buffer.records import Fragment, Group, Stats, Stop
+from services.buffer.reading import LedgerReader
+from services.buffer.records import Fragment, Group, Stop
+from services.buffer.requests import page_start, page_token, require
 from services.buffer.run import RECHECK_S, Run, Turnstile
 from services.buffer.schedule import make_schedule
-from services.buffer.states import IN_PLAY, State, admission_credit, keep_rate
-from services.common.errors import FailedPrecondition, InvalidArgument, NotFound
+from services.buffer.states import State
+from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.kill_points import kill_point
 from services.common.rpc import duration, seconds
 
@@ -30,34 +29,28 @@ PAGE_BYTES = 4 << 20
 TOKEN_BYTES = 9
 """Of a sample for each token, at most: id, log-prob and mask."""
 MAX_ROWS = 4096
-MAX_PAGE = 1000
 MAX_LEASES = 1024
 """Groups in one answer; a gateway with more room asks again."""
 MAX_CHOICE = 4096
 """Interrupted groups that a buffer filter is shown, the oldest ones."""
-MAX_DISCREPANCIES = 1000
-MAX_START = 1 << 48
-DEFAULT_PAGE = 100
 SEED_BITS = 48
 """Base seeds are spread over all of them: generators that use only the low bits still tell groups apart."""
 
 Context = grpc.aio.ServicerContext
 
 
-class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
+class BufferServicer(LedgerReader):
     """Checks requests, calls the ledger, and wakes long polls after every change."""
 
     def __init__(self, run: Run, evaluations: Evaluations) -> None:
-        self._run = run
-        self._ledger = run.ledger
-        self._evaluations = evaluations
+        super().__init__(run, evaluations)
         self._turnstile: Turnstile[tuple[str, str]] = Turnstile(run.pulse)
 
     # ------------------------------------------------------------------------------------------------ work
 
     async def LeaseWork(self, request: pb.LeaseWorkRequest, context: Context) -> pb.LeaseWorkResponse:
         """Lease groups, evaluation first."""
-        _require(request, self._run, "request_id", "worker_id")
+        require(request, self._run, "request_id", "worker_id")
         if request.max_groups < 1:
             raise InvalidArgument("max_groups must be at least 1", "max_groups")
         pairs = await self._lease_work(request) or []
@@ -147,7 +140,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         """Extend a lease, or say that the generation must stop."""
-        _require(request, self._run, "lease_token", "group_id")
+        require(request, self._run, "lease_token", "group_id")
         reason = await self._ledger.renew(
             request.group_id, _token(request.lease_token), self._fragments(request.group_id, request.progress)
         )
@@ -163,7 +156,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def WatchWork(self, request: pb.WatchWorkRequest, context: Context) -> AsyncIterator[pb.WatchWorkResponse]:
         """Say what must stop, each lease once."""
-        _require(request, self._run, "worker_id")
+        require(request, self._run, "worker_id")
         told: set[Stop] = set()
         while True:
             seen = self._run.stop_pulse.beats
@@ -175,7 +168,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         """Store finished samples."""
-        _require(request, self._run, "request_id", "lease_token", "group_id")
+        require(request, self._run, "request_id", "lease_token", "group_id")
         if not request.samples:
             raise InvalidArgument("samples is empty", "samples")
         group_id, size = request.group_id, self._run.group_size(request.group_id)
@@ -192,7 +185,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:
         """Give a lease back."""
-        _require(request, self._run, "request_id", "lease_token", "group_id")
+        require(request, self._run, "request_id", "lease_token", "group_id")
         fragments = self._fragments(request.group_id, request.progress)
         await self._ledger.release(request.group_id, _token(request.lease_token), request.error, fragments)
         self._run.pulse.beat()
@@ -200,7 +193,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def DrainWork(self, request: pb.DrainWorkRequest, context: Context) -> pb.DrainWorkResponse:
         """Empty a gateway."""
-        _require(request, self._run, "request_id", "worker_id")
+        require(request, self._run, "request_id", "worker_id")
         await self._ledger.drain(request.worker_id)
         self._run.turn()
         held, _ = await self._run.poll(
@@ -212,7 +205,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
         """Give the oldest batch that is not acknowledged, scheduled for the caller's layout."""
-        _require(request, self._run)
+        require(request, self._run)
         layout = layout_from_proto(request)
 
         def is_answer(found: tuple[int, bytes, bool]) -> bool:
@@ -238,10 +231,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> pb.FetchSamplesResponse:
         """Forward payloads untouched, a page at a time."""
-        _require(request, self._run)
+        require(request, self._run)
         if len(request.rows) > MAX_ROWS:
             raise InvalidArgument(f"rows has {len(request.rows)} entries; at most {MAX_ROWS} are read at once", "rows")
-        start = _page_start(request.page_token)
+        start = page_start(request.page_token)
         manifest = pb.BatchManifest.FromString((await self._batch(request.batch))[b"manifest"])
         for row in request.rows:
             if not 0 <= row < len(manifest.rows):
@@ -253,17 +246,11 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         if len(page) < count:
             raise FailedPrecondition(f"tokens of batch {request.batch} are gone: it was committed some time ago")
         more = count < len(wanted)
-        return pb.FetchSamplesResponse(payloads=page, next_page_token=_page_token(start + count) if more else "")
-
-    async def _batch(self, number: int) -> dict[bytes, bytes]:
-        found = await self._ledger.batches(number, 1) if number >= 0 else []
-        if not found:
-            raise NotFound(f"batch {number} is not sealed")
-        return found[0][1]
+        return pb.FetchSamplesResponse(payloads=page, next_page_token=page_token(start + count) if more else "")
 
     async def AckBatch(self, request: pb.AckBatchRequest, context: Context) -> pb.AckBatchResponse:
         """IN_TRAINING to TRAINED."""
-        _require(request, self._run, "request_id")
+        require(request, self._run, "request_id")
         await self._ledger.ack_batch(request.run_epoch, request.batch, request.digest)
         kill_point("buffer_after_ack")
         self._run.pulse.beat()
@@ -271,7 +258,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """TRAINED to COMMITTED."""
-        _require(request, self._run, "request_id", "checkpoint")
+        require(request, self._run, "request_id", "checkpoint")
         if request.step < 0:
             raise InvalidArgument("step is negative", "step")
         kill_point("buffer_before_commit")
@@ -280,201 +267,15 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         self._run.pulse.beat()
         return pb.CommitResponse()
 
-    # ------------------------------------------------------------------------------------------------ reading
-
-    async def GetBufferStats(self, request: pb.GetBufferStatsRequest, context: Context) -> pb.GetBufferStatsResponse:
-        """Counts of one instant."""
-        _require(request, self._run)
-        stats = await self._ledger.stats()
-        sealed = stats.number("sealed")
-        last = pb.BatchManifest.FromString((await self._batch(sealed - 1))[b"manifest"]) if sealed else None
-        return pb.GetBufferStatsResponse(
-            issued=stats.number("issued"),
-            groups=_counts(stats.train),
-            conserved=stats.number("issued") == sum(stats.train.values()),
-            sealed_batches=sealed,
-            committed_step=stats.number("committed_step"),
-            live_version=codec.live_version(stats.run),
-            admission_credit=self._credit(stats),
-            dropped=stats.dropped,
-            failed=stats.failed,
-            evaluation_issued=stats.number("eval_issued"),
-            evaluation_groups=_counts(stats.evaluation),
-            evaluation_conserved=stats.number("eval_issued") == sum(stats.evaluation.values()),
-            overlong_prompts=self._run.training.overlong,
-            last_mean_reward=last.stats.mean_reward if last else 0.0,
-            stale=stats.stale,
-            discarded_tokens=stats.discarded,
-            memory_bytes=self._run.memory.used,
-            memory_limit_bytes=self._run.memory.limit,
-            back_pressure=self._run.memory.is_short and sealed > stats.number("committed_step"),
-            keep_rate=self._keep_rate(stats),
-            leases=stats.leases,
-            lineage=stats.number("lineage"),
-        )
-
-    def _credit(self, stats: Stats) -> int:
-        rollout = self._run.spec.rollout
-        if stats.number("live_step", -1) < 0:
-            return 0
-        return admission_credit(
-            rollout,
-            step=min(stats.number("live_step"), stats.number("begun_step", stats.number("live_step"))),
-            kept=stats.number("kept_total"),
-            in_play=sum(stats.train[state] for state in IN_PLAY),
-            recent_kept=stats.number("recent_kept"),
-            recent_decided=stats.number("recent_decided"),
-        )
-
-    def _keep_rate(self, stats: Stats) -> float:
-        return keep_rate(self._run.spec.rollout, stats.number("recent_kept"), stats.number("recent_decided"))
-
-    async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
-        """Groups in a state, or in any, a page at a time."""
-        _require(request, self._run)
-        size, start = _page_size(request.page_size), _page_start(request.page_token)
-        ledger = "eval" if request.kind == pb.WORK_KIND_EVALUATION else "train"
-        if request.state == pb.GROUP_STATE_UNSPECIFIED:
-            ids = await self._ledger.issued_ids(ledger, start, size + 1)
-        else:
-            ids = await self._ledger.group_ids(ledger, codec.state_from_pb(request.state), start, size + 1)
-        groups = await self._ledger.groups(ids[:size])
-        more = len(ids) > size
-        return pb.ListGroupsResponse(
-            groups=[codec.group_summary(group, self._run.prompt(group).row) for group in groups],
-            next_page_token=_page_token(start + size) if more else "",
-        )
-
-    async def GetGroup(self, request: pb.GetGroupRequest, context: Context) -> pb.GetGroupResponse:
-        """One group with prompt and responses as text."""
-        _require(request, self._run, "group_id")
-        (group,) = await self._ledger.groups([request.group_id])
-        prompt, decode = self._run.prompt(group), self._run.tokenizer.decode
-        payloads = await self._ledger.payloads((group.group_id, index) for index in group.headers())
-        samples = [common_pb2.Sample.FromString(payload) for payload in payloads if payload is not None]
-        return pb.GetGroupResponse(
-            summary=codec.group_summary(group, prompt.row),
-            samples=samples,
-            prompt=decode(prompt.token_ids),
-            responses=[decode(sample.response_token_ids) for sample in samples],
-            label=prompt.label,
-            verdicts=group.verdicts(),
-        )
-
-    async def ListBatches(self, request: pb.ListBatchesRequest, context: Context) -> pb.ListBatchesResponse:
-        """Batches, a page at a time."""
-        _require(request, self._run)
-        size, start = _page_size(request.page_size), _page_start(request.page_token)
-        found = await self._ledger.batches(start, size + 1)
-        return pb.ListBatchesResponse(
-            batches=[_batch_summary(number, fields) for number, fields in found[:size]],
-            next_page_token=_page_token(start + size) if len(found) > size else "",
-        )
-
-    async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
-        """Leases, a page at a time."""
-        _require(request, self._run)
-        size, start = _page_size(request.page_size), _page_start(request.page_token)
-        found = await self._ledger.leases(start, size + 1)
-        groups = await self._ledger.groups([lease.group_id for lease in found[:size]])
-        return pb.ListLeasesResponse(
-            leases=map(codec.lease_summary, found[:size], groups),
-            next_page_token=_page_token(start + size) if len(found) > size else "",
-        )
-
-    async def AuditLedger(self, request: pb.AuditLedgerRequest, context: Context) -> pb.AuditLedgerResponse:
-        """Recompute the law from the raw keys."""
-        _require(request, self._run)
-        found = await audit(self._ledger.redis, self._ledger.prefix)
-        return pb.AuditLedgerResponse(
-            groups=found.groups,
-            evaluation_groups=found.evaluation_groups,
-            batches=found.batches,
-            samples=found.samples,
-            committed_groups=found.committed_groups,
-            discrepancies=[
-                pb.Discrepancy(subject=one.subject, problem=one.problem)
-                for one in found.discrepancies[:MAX_DISCREPANCIES]
-            ],
-        )
-
-    async def GetEvaluation(self, request: pb.GetEvaluationRequest, context: Context) -> pb.GetEvaluationResponse:
-        """Results of a step, waiting for its end."""
-        _require(request, self._run)
-        results = await self._run.poll(
-            lambda: self._evaluations.results(request.step),
-            lambda found: bool(found) and all(one.complete for one in found),
-            seconds(request.wait_timeout),
-        )
-        return pb.GetEvaluationResponse(
-            results=[
-                pb.EvaluationResult(
-                    name=one.name,
-                    version=common_pb2.PolicyVersion(run_epoch=one.run_epoch, step=one.step),
-                    mean_reward=one.mean_reward,
-                    issued=one.issued,
-                    scored=one.scored,
-                    failed=one.failed,
-                    mean_response_tokens=one.mean_response_tokens,
-                    mixed_versions=one.mixed_versions,
-                )
-                for one in results
-            ],
-            complete=all(one.complete for one in results),
-        )
-
 
 def _group_seed(seed: int, group_id: str) -> int:
     """Base seed of a group, the same at every attempt; sample i adds i."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{group_id}".encode()).digest()) >> (256 - SEED_BITS)
 
 
-def _batch_summary(number: int, fields: dict[bytes, bytes]) -> pb.BatchSummary:
-    return pb.BatchSummary(
-        batch=number,
-        state=f"BATCH_STATE_{fields[b'state'].decode()}",
-        digest=fields[b"digest"].decode(),
-        run_epoch=int(fields[b"run_epoch"]),
-        commits=int(fields[b"commits"]),
-        group_ids=fields[b"groups"].decode().split(),
-        mean_reward=pb.BatchManifest.FromString(fields[b"manifest"]).stats.mean_reward,
-    )
-
-
-def _counts(counts: dict[State, int]) -> list[pb.StateCount]:
-    return [pb.StateCount(state=codec.state_to_pb(state), count=count) for state, count in counts.items()]
-
-
-def _require(request: object, run: Run, *fields: str) -> None:
-    run.check_run_id(request.run_id)  # pyright: ignore[reportAttributeAccessIssue]
-    for field in fields:
-        if not getattr(request, field):
-            raise InvalidArgument(f"{field} is empty", field)
-
-
 def _token(lease_token: bytes) -> str:
     """Tokens that we gave are ASCII; any other matches no lease."""
     return lease_token.decode(errors="replace")
-
-
-def _page_size(wanted: int) -> int:
-    if wanted < 0:
-        raise InvalidArgument("page_size is negative", "page_size")
-    return min(wanted or DEFAULT_PAGE, MAX_PAGE)
-
-
-def _page_token(start: int) -> str:
-    return base64.urlsafe_b64encode(str(start).encode()).decode()
-
-
-def _page_start(token: str) -> int:
-    try:
-        start = int(base64.urlsafe_b64decode(token)) if token else 0
-    except ValueError:
-        start = -1
-    if not 0 <= start <= MAX_START:
-        raise InvalidArgument(f"page_token {token!r} is not one that this service gave", "page_token")
-    return start
 
 
 def _rows_in_page(rows: Sequence[pb.BatchRow]) -> int:
