@@ -120,7 +120,10 @@ class LedgerModel:
     def _work(self, room: int) -> list[Group]:
         work = [g for g in self.in_state(State.WAITING, evaluation=True) if g.step == self.live_step]
         if self.is_open():
-            work += self.in_state(State.PARTIAL) + self.in_state(State.WAITING)
+            waiting, over = self.in_state(State.WAITING), self.rules.over_sampling
+            bound = self.target - self.rules.batch_size + over * (2 if self.rules.refill == "batch" else 1)
+            allowed = bound - self.kept_total - self.in_play() + len(waiting)
+            work += self.in_state(State.PARTIAL) + waiting[: max(allowed, 0)]
             while len(work) < room and (count := self.credit()):
                 for _ in range(count if self.rules.refill == "batch" else min(count, room - len(work))):
                     work.append(self._issue(self.cursor))
@@ -275,15 +278,29 @@ class LedgerModel:
         rules, playing, kept = self.rules, self.in_state(*IN_PLAY), self.in_state(State.KEPT)
         if self.sealed >= rules.num_rollout:
             return []
-        if not waited and any(g.oldest is not None and g.oldest + rules.sample_age <= self.sealed for g in playing):
-            return []
         if rules.seal_window:
             end = playing[0].issue + rules.seal_window if playing else math.inf
             urgent = self.sealed - rules.sample_age  # too old for the batch after
             kept = sorted((g for g in kept if g.issue < end), key=lambda g: ((g.oldest or 0) > urgent, g.issue))
         else:
             kept.sort(key=lambda g: (g.oldest or 0, g.kept_order))
-        return sorted(g.gid for g in kept[: rules.batch_size]) if len(kept) >= rules.batch_size else []
+        chosen = kept[: rules.batch_size]
+        if len(chosen) < rules.batch_size or (not waited and self._starves(chosen, playing)):
+            return []
+        return sorted(g.gid for g in chosen)
+
+    def _starves(self, chosen: Sequence[Group], playing: Sequence[Group]) -> bool:
+        """True if a batch of these leaves more groups that some later batch is the last for than there are places,
+        and one of these in play would have had a place in this batch."""
+        unsealed = [g for g in [*playing, *self.in_state(State.KEPT)] if g.oldest is not None]
+        left = {g.gid for g in unsealed} - {g.gid for g in chosen}
+        for step in {g.oldest for g in playing if g.oldest is not None}:
+            last = max(step + self.rules.sample_age, self.sealed)
+            urgent = {g.gid for g in unsealed if (g.oldest or 0) + self.rules.sample_age <= last}
+            unavoidable = len(urgent) - self.rules.batch_size
+            if len(urgent & left) > max((last - self.sealed) * self.rules.batch_size, unavoidable):
+                return True
+        return False
 
     def seal(self, number: int, digest: str, gids: Sequence[str]) -> None:
         """KEPT to READY, as a batch; without effect if the batch is sealed already."""

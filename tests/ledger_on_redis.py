@@ -13,7 +13,7 @@ from pathlib import Path
 from services.buffer import records
 from services.buffer.ledger import Ledger
 from services.buffer.records import FinishedSample, SampleHeader
-from services.buffer.sealing import choose_groups
+from services.buffer.sealing import choose_groups, saves_by_waiting
 from services.buffer.states import State
 from tests.buffer_harness import make_spec
 from tests.ledger_records import RESPONSE_TOKENS, Fragment, Rules
@@ -91,12 +91,18 @@ class LedgerOnRedis:
         """What the sealer decides, on what it reads from the ledger."""
         rollout = self.spec.rollout
         batch = int((await self.ledger.run_facts()).get("sealed", 0))
-        if batch >= rollout.num_rollout or (not waited and await self.ledger.aging(batch - rollout.sample_age)):
+        if batch >= rollout.num_rollout:
             return []
         kept = await self.ledger.groups(await self.ledger.group_ids("train", State.KEPT))
         lowest = await self.ledger.oldest_in_play()
         end = (math.inf if lowest is None else lowest + rollout.seal_window) if rollout.seal_window else None
         chosen = choose_groups(kept, batch, rollout.rollout_batch_size, rollout.sample_age, end)
+        of_chosen, of_kept = ([one.number("oldest") for one in groups] for groups in (chosen, kept))
+        in_play = list((await self.ledger.aging()).values())
+        if not waited and saves_by_waiting(
+            of_chosen, of_kept, in_play, batch, rollout.rollout_batch_size, rollout.sample_age
+        ):
+            return []
         return [group.group_id for group in chosen]
 
     async def seal(self, number: int, digest: str, gids: Sequence[str]) -> None:

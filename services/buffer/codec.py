@@ -15,6 +15,8 @@ from services.buffer.states import State
 from services.common.errors import InvalidArgument
 from services.common.rpc import duration
 
+MAX_VERSION = 1 << 31
+"""Epochs and steps beyond it are mistakes; Redis's scripts keep integers up to 2^53."""
 FINISHED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
@@ -108,7 +110,7 @@ def resumed_sample(group_id: str, index: int, fragments: Iterable[bytes]) -> com
 
 def _covers(spans: Iterable[common_pb2.PolicySpan], begin: int, end: int) -> bool:
     for span in spans:
-        known = span.version.run_epoch >= 1 and span.version.step >= 0
+        known = 1 <= span.version.run_epoch <= MAX_VERSION and 0 <= span.version.step <= MAX_VERSION
         if not known or span.begin != begin or span.end <= span.begin:
             return False
         begin = span.end

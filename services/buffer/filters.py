@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from services.buffer.hooks import DEADLINE_S, HookFailed, hook_name, load_function, noted, run_hook
+from services.buffer.hooks import DEADLINE_S, HookFailed, HookHangs, hook_name, load_function, noted, run_hook
 
 MIN_STD = 1e-6
 """A group whose rewards spread less teaches nothing: every advantage would be 0."""
@@ -164,7 +164,7 @@ async def choose(
         with noted(BUFFER_FILTER_FIELD):
             answer = await run_hook(buffer_filter, step, tuple(groups), wanted, deadline_s=deadline_s)
             return _checked_choice(answer, groups, hook_name(buffer_filter))[:wanted]
-    except HookFailed:
+    except (HookFailed, HookHangs):
         return [group.group_id for group in groups[:wanted]]
 
 

@@ -93,6 +93,8 @@ class Grader:
                 for group_id in group_ids:
                     await self._ledger.fail_group(group_id, State.GENERATED, "GRADING", str(error))
                 raise
+        if len(answer.items) != len(items):
+            raise Unavailable(f"the reward service gave {len(answer.items)} verdicts for {len(items)} responses")
         verdicts = iter(answer.items)
         ours = [list(islice(verdicts, len(one))) for one in samples]
         await asyncio.gather(*map(self._score, groups, ours))

@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from services.common.errors import FailedPrecondition
+from services.common.errors import FailedPrecondition, Unavailable
 from services.common.logs import get_logger
 from services.common.spec import SpecError
 
@@ -32,11 +32,16 @@ MAX_ERROR_CHARS = 500
 FAILURES = Counter("flotilla_buffer_hook_failures_total", "Calls of a hook that failed, by field of the spec", ["hook"])
 log = get_logger(__name__)
 
-_hanging: set[Future[Any]] = set()
+_hanging: dict[str, set[Future[Any]]] = {}
+"""Calls past their deadline, by hook."""
 
 
 class HookFailed(FailedPrecondition):
     """A hook raised, gave no answer in time, or answered with something else than it must; names the hook."""
+
+
+class HookHangs(Unavailable):
+    """A hook is not called any more, because too many of its calls hang; names the hook."""
 
 
 def load_function(path: str, field: str) -> Callable[..., Any]:
@@ -72,9 +77,9 @@ async def run_hook(function: Callable[..., Any], *args: Any, deadline_s: float =
             because too many calls hang.
     """
     name = hook_name(function)
-    _hanging.difference_update([call for call in _hanging if call.done()])
-    if len(_hanging) >= MAX_HANGING:
-        raise HookFailed(f"{name} was not called: {len(_hanging)} calls of hooks hang; correct it, restart the buffer")
+    hanging = _hanging[name] = {call for call in _hanging.get(name, ()) if not call.done()}
+    if len(hanging) >= MAX_HANGING:
+        raise HookHangs(f"{name} is not called: {len(hanging)} calls of it hang; correct it, and restart the buffer")
     call = _start(name, function, args, deadline_s)
     try:
         async with asyncio.timeout(deadline_s):
@@ -83,7 +88,7 @@ async def run_hook(function: Callable[..., Any], *args: Any, deadline_s: float =
         raise HookFailed(f"{name} gave no answer in {deadline_s:g} s") from None
     finally:
         if not call.done():
-            _hanging.add(call)
+            hanging.add(call)
 
 
 @contextmanager

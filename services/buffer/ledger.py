@@ -236,7 +236,8 @@ class Ledger:
         """Batches from `first` on, as many as there are up to `count`."""
         sealed = int((await self.run_facts()).get("sealed", 0))
         numbers = range(first, min(first + count, sealed))
-        return list(zip(numbers, await self._hashes(f"batch:{number}" for number in numbers), strict=True))
+        found = zip(numbers, await self._hashes(f"batch:{number}" for number in numbers), strict=True)
+        return [(number, fields) for number, fields in found if fields]  # a rewind may have come between
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -266,10 +267,11 @@ class Ledger:
                     pipe.zrange(self._key(f"train:{state}"), 0, 0, withscores=True)
                 return min((int(found[0][1]) for found in await pipe.execute() if found), default=None)
 
-    async def aging(self, step: int) -> int:
-        """Groups in play with tokens, or a lease, from a policy step up to this one."""
+    async def aging(self) -> dict[str, int]:
+        """Groups in play that have tokens, or a lease, with the oldest policy step of these."""
         with redis_errors():
-            return int(await self.redis.zcount(self._key("aging"), "-inf", step))
+            found = await self.redis.zrange(self._key("aging"), 0, -1, withscores=True)
+        return {group_id.decode(): int(step) for group_id, step in found}
 
     async def groups(self, group_ids: Sequence[str]) -> list[Group]:
         """The groups, in order. Raises NotFound for one that was never issued."""
@@ -327,6 +329,7 @@ def _policy(spec: RunSpec) -> dict[str, int]:
         "batch_size": rollout.rollout_batch_size,
         "over_sampling": rollout.over_sampling,
         "refill_batch": int(rollout.refill == "batch"),
+        "fallback": int(rollout.dynamic_sampling_filter == "nonzero_std_with_fallback"),
         "samples": rollout.n_samples_per_prompt,
         "evaluation_samples": spec.evaluation.n_samples_per_prompt,
         "max_staleness": rollout.max_staleness,

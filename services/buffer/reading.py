@@ -37,7 +37,8 @@ class LedgerReader(buffer_pb2_grpc.BufferServiceServicer):
         require(request, self._run)
         stats = await self._ledger.stats()
         sealed = stats.number("sealed")
-        last = pb.BatchManifest.FromString((await self._batch(sealed - 1))[b"manifest"]) if sealed else None
+        newest = await self._ledger.batches(sealed - 1, 1) if sealed else []
+        last = pb.BatchManifest.FromString(newest[0][1][b"manifest"]) if newest else None
         return pb.GetBufferStatsResponse(
             issued=stats.number("issued"),
             groups=_counts(stats.train),
@@ -170,7 +171,7 @@ class LedgerReader(buffer_pb2_grpc.BufferServiceServicer):
                 )
                 for one in results
             ],
-            complete=all(one.complete for one in results),
+            complete=bool(results) and all(one.complete for one in results),
         )
 
     async def _batch(self, number: int) -> dict[bytes, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.buffer.records import Group
 from services.buffer.run import Run
@@ -37,6 +37,29 @@ def choose_groups(kept: Sequence[Group], batch: int, size: int, max_age: int, wi
     return sorted(order[:size], key=lambda group: group.group_id) if len(order) >= size else []
 
 
+def saves_by_waiting(
+    chosen: Sequence[int], kept: Sequence[int], in_play: Sequence[int], batch: int, size: int, max_age: int
+) -> bool:
+    """True if groups in play would become too old because of what is sealed now, and would not if they came first.
+
+    Groups that must be in one of the next k + 1 batches need as many places: earliest deadline first.
+
+    Args:
+        chosen: Oldest step of each group that would be sealed.
+        kept: The same of all kept groups, the chosen ones too.
+        in_play: The same of the groups in play.
+        batch: Number of the batch.
+        size: Groups in a batch.
+        max_age: Batches that a group may be older than its batch.
+    """
+    for last in {max(step + max_age, batch) for step in in_play}:
+        urgent = [sum(step + max_age <= last for step in steps) for steps in (chosen, kept, in_play)]
+        together = urgent[1] + urgent[2]
+        if together - urgent[0] > max((last - batch) * size, together - size):
+            return True
+    return False
+
+
 class Sealer:
     """Seals the batches of one run."""
 
@@ -57,30 +80,42 @@ class Sealer:
     async def _next(self) -> tuple[int, list[Group]] | None:
         """The next batch and its groups, if it can be sealed now."""
         rollout = self._run.spec.rollout
-        ids = await self._ledger.group_ids("train", State.KEPT, count=MAX_KEPT)
-        if len(ids) < rollout.rollout_batch_size:
-            return None
+        # What is in play is read before what is kept: a group that moves meanwhile is seen in both, not in neither.
+        in_play = await self._ledger.aging()
+        lowest = await self._ledger.oldest_in_play() if rollout.seal_window else None
         batch = int((await self._ledger.run_facts()).get("sealed", 0))
-        if batch >= rollout.num_rollout or await self._must_wait(batch):
+        ids = await self._ledger.group_ids("train", State.KEPT, count=MAX_KEPT)
+        if len(ids) < rollout.rollout_batch_size or batch >= rollout.num_rollout:
             return None
         window_end = None
         if rollout.seal_window:
-            lowest = await self._ledger.oldest_in_play()
             window_end = float("inf") if lowest is None else lowest + rollout.seal_window
         kept = await self._ledger.groups(ids)
         chosen = choose_groups(kept, batch, rollout.rollout_batch_size, rollout.sample_age, window_end)
-        return (batch, chosen) if chosen else None
+        if not chosen or self._must_wait(batch, chosen, kept, in_play):
+            return None
+        return batch, chosen
 
-    async def _must_wait(self, batch: int) -> bool:
-        """True while groups in play would be too old for the batch after this one, within a deadline."""
-        late = await self._ledger.aging(batch - self._run.spec.rollout.sample_age)
-        if not late:
+    def _must_wait(
+        self, batch: int, chosen: Sequence[Group], kept: Sequence[Group], in_play: Mapping[str, int]
+    ) -> bool:
+        """True while the batch waits for groups that would become too old, within a deadline."""
+        rollout, known = self._run.spec.rollout, {group.group_id for group in kept}
+        is_late = saves_by_waiting(
+            [group.number("oldest") for group in chosen],
+            [group.number("oldest") for group in kept],
+            [step for group_id, step in in_play.items() if group_id not in known],
+            batch,
+            rollout.rollout_batch_size,
+            rollout.sample_age,
+        )
+        if not is_late:
             return False
         if self._waiting_since[0] != batch:
             self._waiting_since = (batch, now_s())
-        if now_s() - self._waiting_since[1] < self._run.spec.rollout.age_wait_s:
+        if now_s() - self._waiting_since[1] < rollout.age_wait_s:
             return True
-        log.warning("sealed without groups that are too old from now on", batch=batch, groups=late)
+        log.warning("sealed without groups that become too old", batch=batch)
         return False
 
     async def _seal(self, batch: int, groups: list[Group]) -> bool:

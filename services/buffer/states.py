@@ -74,5 +74,7 @@ def admission_credit(
     missing = min(step + rollout.max_staleness + 1, rollout.num_rollout) * size - kept
     if rollout.refill == "batch":
         return over if in_play < missing else 0
+    if rollout.dynamic_sampling_filter == "nonzero_std_with_fallback" and in_play >= missing:
+        return 0
     likely = math.ceil(missing * (recent_decided + over) / (recent_kept + size))
     return min(missing + over - size, likely) - in_play

@@ -156,7 +156,7 @@ def drain(
 @app.command()
 def rewind(
     run: RunArgument,
-    to_step: Annotated[int, typer.Option("--to-step", min=0, help="Rollout steps that stay committed.")],
+    to_step: Annotated[int, typer.Option("--to-step", min=0, max=1 << 31, help="Rollout steps that stay committed.")],
     overrides: Overrides = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:

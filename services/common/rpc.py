@@ -96,6 +96,10 @@ def _add_detail(status: status_pb2.Status, detail: Any) -> None:
     status.details.append(packed)
 
 
+MAX_MESSAGE = 2000
+"""Characters of an error: it travels in headers, which have a limit."""
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps domain errors to their status; no call ever ends as UNKNOWN, and no text of a bug reaches a caller."""
 
@@ -144,6 +148,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
         raise error
     if isinstance(error, FlotillaError):
         status = to_status(error)
+        status.message = status.message[:MAX_MESSAGE]
     else:
         log.error("a call failed with a bug", method=method, exc_info=error)
         status = status_pb2.Status(code=code_pb2.INTERNAL, message=f"internal error in {method}; see the service's log")

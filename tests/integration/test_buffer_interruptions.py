@@ -287,7 +287,7 @@ async def test_a_rewind_issues_the_prompts_of_committed_batches_anew(tmp_path):
         assert [one.prompt_index for one in new] == [one.prompt_index for one in old]
         assert {one.state for one in old} == {pb.GROUP_STATE_COMMITTED}
         assert await buffer.counts() == {"COMMITTED": 4, "GENERATING": 1, "PARTIAL": 1, "WAITING": 2}
-        assert [one.group_id for one in await buffer.lease()] == [lease.group_id, "g00000006", "g00000007"]
+        assert [one.group_id for one in await buffer.lease()] == [lease.group_id], "only as many as the bound allows"
         assert dict((await buffer.stats()).discarded_tokens) == {"RESTARTED": 2}, "tokens of weights that are gone"
         assert (await buffer.stats()).lineage == 1
 

@@ -6,13 +6,13 @@ for _, gid in ipairs(redis.call('ZRANGEBYSCORE', LEASES, 0, now, 'LIMIT', 0, LIM
   end_lease(gid, 'the lease expired')
   moved = moved + 1
 end
-local live = number_in(RUN, 'live_step')
+local live, running = number_in(RUN, 'live_step'), redis.call('HGET', RUN, 'desired_state') == 'RUNNING'
 for _, state in ipairs({'WAITING', 'GENERATING'}) do
   for _, gid in ipairs(redis.call('ZRANGE', state_key('eval', state), 0, LIMIT - 1)) do
     local step, reason = evaluated_step(gid), nil
     -- Weights that went back come again: the evaluation waits for them.
     if step < live then reason = 'VERSION_GONE' end
-    if step == live and number_in(group_key(gid), 'issued_ms') + tonumber(ARGV[1]) < now then reason = 'DEADLINE' end
+    if step == live and running and number_in(group_key(gid), 'issued_ms') + tonumber(ARGV[1]) < now then reason = 'DEADLINE' end
     if reason then
       redis.call('ZREM', LEASES, gid)
       redis.call('HDEL', group_key(gid), 'token')

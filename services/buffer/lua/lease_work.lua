@@ -27,9 +27,10 @@ local function lease(gid, from)
   room = room - 1
 end
 
-local function lease_from(state)
-  if room <= 0 then return end
-  for _, gid in ipairs(redis.call('ZRANGE', state_key('train', state), 0, room - 1)) do lease(gid, state) end
+local function lease_from(state, most)
+  local count = math.min(room, most or room)
+  if count <= 0 then return end
+  for _, gid in ipairs(redis.call('ZRANGE', state_key('train', state), 0, count - 1)) do lease(gid, state) end
 end
 
 local function issue(count)
@@ -48,6 +49,8 @@ local function credit()
   local size, over, playing = policy('batch_size'), policy('over_sampling'), in_play()
   local missing = target() - number_in(RUN, 'kept_total')
   if policy('refill_batch') == 1 then return playing < missing and over or 0 end
+  -- A filter that keeps what it must gets no more than it asks for, or too few would never be left.
+  if policy('fallback') == 1 and playing >= missing then return 0 end
   -- The keep rate, as if a batch had been kept of as many as are over-sampled before any was graded.
   local kept, decided = number_in(RUN, 'recent_kept') + size, number_in(RUN, 'recent_decided') + over
   return math.min(missing + over - size, math.ceil(missing * decided / kept)) - playing
@@ -72,7 +75,10 @@ if open and not (evaluating and staleness == 0) then
   else
     lease_from('PARTIAL')
   end
-  lease_from('WAITING')
+  -- After a rewind, or where the trainer went back, more may wait than the bound allows.
+  local bound = target() + policy('over_sampling') * (policy('refill_batch') + 1) - policy('batch_size')
+  local waiting = size('train', 'WAITING')
+  lease_from('WAITING', bound - number_in(RUN, 'kept_total') - in_play() + waiting)
   local full = ARGV[6] == '1' and number_in(RUN, 'sealed') > number_in(RUN, 'committed_step')
   while room > 0 and not full do
     local count = credit()
