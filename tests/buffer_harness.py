@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,13 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, reward: Callable[[str], float]) -> None:
         self.reward = reward
         self.graded = 0
+        self.answer = self.honest
+        """How Grade is answered."""
 
     async def Grade(self, request, context):
+        return await self.answer(request, context)
+
+    async def honest(self, request, context):
         self.graded += len(request.items)
         return reward_pb2.GradeResponse(
             items=[
@@ -305,3 +311,26 @@ def start_redis(directory: Path) -> RedisServer:
     """A Redis with its data in a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     return RedisServer(directory)
+
+
+@asynccontextmanager
+async def running(directory: Path, redis: RedisServer | None = None, **rollout: Any) -> AsyncIterator[Buffer]:
+    """A buffer without evaluation, ended by an audit that finds nothing."""
+    server = redis or start_redis(directory / "redis")
+    table = make_spec(directory, server.port, **rollout).model_dump() | {"evaluation": {}}
+    buffer = Buffer(RunSpec.model_validate(table))
+    try:
+        await buffer.start()
+        yield buffer
+        assert await buffer.audit() == []
+        await buffer.counts()
+    finally:
+        await buffer.stop()
+        server.stop()
+
+
+async def train(buffer: Buffer, epoch: int) -> Any:
+    """Lease and acknowledge the next batch."""
+    manifest = (await buffer.lease_batch(epoch)).manifest
+    await buffer.ack(epoch, manifest)
+    return manifest

@@ -6,9 +6,6 @@ The buffer over a real Redis and real gRPC. The reward service is scripted and t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
@@ -17,26 +14,8 @@ from flotilla.buffer.v1 import buffer_pb2 as pb
 from flotilla.buffer.v1 import registry_pb2 as registry_pb
 from services.buffer.connection import memory_use
 from services.common.rpc import duration
-from services.common.spec import RunSpec
-from tests.buffer_harness import RUN_ID, Buffer, ScriptedReward, make_spec, start_redis, status_of
+from tests.buffer_harness import RUN_ID, Buffer, ScriptedReward, make_spec, running, start_redis, status_of, train
 from tests.redis_server import RedisServer
-
-
-@asynccontextmanager
-async def running(directory: Path, redis: RedisServer | None = None, **rollout: Any) -> AsyncIterator[Buffer]:
-    """A buffer without evaluation, ended by an audit that finds nothing."""
-    server = redis or start_redis(directory / "redis")
-    table = make_spec(directory, server.port, **rollout).model_dump() | {"evaluation": {}}
-    buffer = Buffer(RunSpec.model_validate(table))
-    try:
-        await buffer.start()
-        yield buffer
-        assert await buffer.audit() == []
-        await buffer.counts()
-    finally:
-        await buffer.stop()
-        server.stop()
-
 
 LONG = "x" * 30_000
 
@@ -52,13 +31,6 @@ async def fill_memory(buffer: Buffer, share: float) -> None:
     async with Redis(port=buffer.spec.redis.port) as redis:
         used, _ = await memory_use(redis)
         await redis.config_set("maxmemory", int(used / share))
-
-
-async def train(buffer: Buffer, epoch: int) -> Any:
-    """Lease and acknowledge the next batch."""
-    manifest = (await buffer.lease_batch(epoch)).manifest
-    await buffer.ack(epoch, manifest)
-    return manifest
 
 
 async def test_saved_tokens_outlive_the_gateway(tmp_path):
