@@ -174,8 +174,9 @@ class RolloutSpec(Strict):
             )
         if self.sample_age < self.least_sample_age:
             raise ValueError(
-                f"max_sample_age = {self.max_sample_age} cannot work: with max_staleness, partial_rollout and "
-                f"over_sampling_batch_size as they are, samples are up to {self.least_sample_age} batches old"
+                f"max_sample_age = {self.max_sample_age} cannot work: with max_staleness, partial_rollout, refill and "
+                f"over_sampling_batch_size as they are, samples get {self.least_sample_age} or more batches old; "
+                f"set at least {self.least_sample_age}, or leave it out"
             )
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
             raise ValueError("mask_offpolicy_in_partial_rollout needs partial_rollout = true")
