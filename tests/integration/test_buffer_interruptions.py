@@ -130,50 +130,47 @@ async def test_a_trainer_crash_costs_no_token(tmp_path):
         assert not (await buffer.stats()).discarded_tokens
 
 
+AGES = {"over_sampling_batch_size": 4, "partial_rollout": True, "max_sample_age": 1}
+
+
+async def hold_back_one_group(buffer: Buffer) -> tuple[int, Any]:
+    """Interrupt a group in batch 0, and finish all others of batch 1 while it is under way again: epoch and its lease."""
+    epoch = await buffer.begin_epoch()
+    await buffer.go_live(epoch, 0)
+    first, second, third, fourth = await buffer.lease()
+    for lease in (first, second):
+        await buffer.submit(lease)
+    await buffer.until(READY=2)
+    await buffer.release(third, buffer.fragment(0, 0, "a"))
+    await buffer.release(fourth)
+    await train(buffer, epoch)
+    await buffer.go_live(epoch, 1)
+    late, *others = await buffer.lease()
+    assert late.group_id == third.group_id and len(others) >= 2, "enough for a batch without it"
+    for lease in others:
+        await buffer.submit(lease, version=(1, 1))
+    return epoch, late
+
+
 async def test_the_seal_waits_for_what_would_be_too_old(tmp_path):
-    options = {"over_sampling_batch_size": 4, "partial_rollout": True, "max_sample_age": 1, "age_wait_s": 60}
-    async with running(tmp_path, **options) as buffer:
-        epoch = await buffer.begin_epoch()
-        await buffer.go_live(epoch, 0)
-        first, second, third, fourth = await buffer.lease()
-        for lease in (first, second):
-            await buffer.submit(lease)
-        await buffer.until(READY=2)
-        await buffer.release(third, buffer.fragment(0, 0, "a"))
-        await buffer.release(fourth)
-        await train(buffer, epoch)
-        await buffer.go_live(epoch, 1)
-        late, *others = await buffer.lease()
-        assert late.group_id == third.group_id
-        for lease in others:
-            await buffer.submit(lease, version=(1, 1))
+    async with running(tmp_path, **AGES, age_wait_s=60) as buffer:
+        epoch, late = await hold_back_one_group(buffer)
         await asyncio.sleep(1.5)
-        assert (await buffer.counts())["READY" if len(others) < 2 else "KEPT"] >= 2, "no seal without it"
+        counts = await buffer.counts()
+        assert counts["KEPT"] >= 2 and "READY" not in counts, "no seal without it"
         await buffer.submit(late, version=(1, 1))
         manifest = await train(buffer, epoch)
-        assert third.group_id in {row.group_id for row in manifest.rows} and not (await buffer.stats()).stale
+        assert late.group_id in {row.group_id for row in manifest.rows} and not (await buffer.stats()).stale
 
 
 async def test_after_the_deadline_it_is_stale_and_counted(tmp_path):
-    options = {"over_sampling_batch_size": 4, "partial_rollout": True, "max_sample_age": 1, "age_wait_s": 0.5}
-    async with running(tmp_path, **options) as buffer:
-        epoch = await buffer.begin_epoch()
-        await buffer.go_live(epoch, 0)
-        first, second, third, _ = await buffer.lease()
-        for lease in (first, second):
-            await buffer.submit(lease)
-        await buffer.until(READY=2)
-        await buffer.release(third, buffer.fragment(0, 0, "a"))
-        await train(buffer, epoch)
-        await buffer.go_live(epoch, 1)
-        late, *others = await buffer.lease()
-        assert late.group_id == third.group_id
-        for lease in others:
-            await buffer.submit(lease, version=(1, 1))
+    async with running(tmp_path, **AGES, age_wait_s=0.5) as buffer:
+        epoch, late = await hold_back_one_group(buffer)
         await train(buffer, epoch)
         await buffer.release(late)
         await buffer.until(STALE=1)
-        assert (await buffer.group(third.group_id)).reason == "AGE" and dict((await buffer.stats()).stale) == {"AGE": 1}
+        assert (await buffer.group(late.group_id)).reason == "AGE"
+        assert dict((await buffer.stats()).stale) == {"AGE": 1}
 
 
 async def test_with_staleness_one_the_next_batch_is_generated_meanwhile_and_a_seal_stops_nothing(tmp_path):
