@@ -134,7 +134,7 @@ AGES = {"over_sampling_batch_size": 4, "partial_rollout": True, "max_sample_age"
 
 
 async def hold_back_one_group(buffer: Buffer) -> tuple[int, Any]:
-    """Interrupt a group in batch 0, and finish all others of batch 1 while it is under way again: epoch and its lease."""
+    """Interrupt a group in batch 0; finish all others of batch 1 while it is under way again. Epoch and its lease."""
     epoch = await buffer.begin_epoch()
     await buffer.go_live(epoch, 0)
     first, second, third, fourth = await buffer.lease()
