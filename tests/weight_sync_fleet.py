@@ -21,7 +21,8 @@ import grpc
 
 from flotilla.buffer.v1 import registry_pb2, registry_pb2_grpc
 from flotilla.rollout_gateway.v1 import gateway_pb2, gateway_pb2_grpc
-from services.common.rpc import bind_server, make_server
+from flotilla.weight_sync.v1 import weight_sync_pb2, weight_sync_pb2_grpc
+from services.common.rpc import bind_server, call, make_server, open_channel
 from services.common.spec import RunSpec
 from services.weight_sync.records import PolicyVersion
 from tests.conftest import free_ports
@@ -166,6 +167,13 @@ class Fleet:
         print(json.dumps(row))
         assert row["equal"] and row["receiver_digests"] == [row["sender_digest"]]
         return row
+
+    async def sync_status(self) -> weight_sync_pb2.GetSyncStatusResponse:
+        """What the coordinator says."""
+        async with open_channel(self.spec.services.weight_sync.grpc) as channel:
+            stub = weight_sync_pb2_grpc.WeightSyncServiceStub(channel)
+            request = weight_sync_pb2.GetSyncStatusRequest(run_id=self.spec.run_id)
+            return await call(stub.GetSyncStatus, request, timeout_s=END_S)
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.spec.run_dir / "weight_sync.jsonl").read_text().splitlines()]

@@ -26,6 +26,7 @@ from services.weight_sync.agent.sender import Sender, TransferOrder
 from services.weight_sync.plan import make_plan
 from services.weight_sync.reception import Reception
 from services.weight_sync.records import ManifestParameter, Plan, PolicyVersion, ShardSlice
+from services.weight_sync.session import ABORT_TIMEOUT_S
 from services.weight_sync.transport import serve_store
 from tests.weight_sync_fleet import STAND_IN, Fleet, Process, start
 
@@ -94,7 +95,11 @@ def test_a_receiver_that_stops_in_the_middle_ends_the_session_at_its_deadline(tm
         await trainer.ask(0)
         await victim.hear("connected")
         victim.process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(SESSION_S + 5 + MARGIN_S)
+        begun = time.monotonic()
+        while not (failures := (await fleet.sync_status()).engines[0].failures):
+            await asyncio.sleep(POLL_S)
+        assert failures == 1
+        assert SESSION_S - MARGIN_S < time.monotonic() - begun < SESSION_S + ABORT_TIMEOUT_S + MARGIN_S
         await victim.kill()
         engine = await fleet.engine("2", "--keep-fp8")
         await loaded(engine, 0)
