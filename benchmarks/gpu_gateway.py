@@ -2,10 +2,12 @@
 
     python -m benchmarks.gpu_gateway --dtype fp8 --out gateway-fp8.json
 
-Engine and gateway are the real services in processes of their own. The engine process first calls its AsyncLLM directly
-with the same requests, in the most favourable way: only final outputs. Then the gateway leases the same work, in groups
-of 8. Both rates are of the steady state, between two results. What stands in: the buffer (leases without end, in this
-process), and the way of the weights (the engine keeps those that it starts with, under the label of a version).
+Engine and gateway are the real services in processes of their own. By turns, the engine process calls its AsyncLLM
+directly, in the most favourable way (only final outputs, a new request as soon as one ends), and the gateway leases the
+same work, in groups of 8. All responses have the same length, so that direct requests stay in step: prompts are
+admitted in a few large steps of the engine. Both rates are of the steady state, between two results. What stands in:
+the buffer (leases without end, in this process), and the way of the weights (the engine keeps those that it starts
+with, under the label of a version).
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -37,20 +42,20 @@ from tests.integration.engine_stack import RUN_ID, client_of, process, sampling
 from tests.unit.gateway_peers import ScriptedBuffer
 
 CONCURRENCY = 512
-"""Samples that run at once in the engine."""
-IN_FLIGHT = (512, 640)
-"""Samples that are asked for at once: as many as run, and with some that wait inside the engine."""
+"""Samples in flight, and most that run at once in the engine."""
+TURNS = 4
+"""Measurements of each kind: one differs from the next by up to a tenth, as the host is busy or not."""
 GROUP = 8
 PROMPT_TOKENS = 64
 NEW_TOKENS = 256
 EDGE_SAMPLES = 512
 """The first results, left out: the engine fills."""
-SAMPLES = 2048
+SAMPLES = 1536
 TAIL_SAMPLES = 256
 """The last results, left out: it empties."""
 TOTAL_SAMPLES = EDGE_SAMPLES + SAMPLES + TAIL_SAMPLES
-START_S = 240.0
-"""Boot with torch.compile, and the direct measurement."""
+START_S = 420.0
+"""Boot with torch.compile."""
 LEASE_S = 60.0
 WORK_S = 180.0
 """A measurement that takes longer has failed."""
@@ -88,24 +93,29 @@ class StandInReceiver:
 
 
 class MeasuredEngine(VllmEngine):
-    """The engine of the service, which measures its vLLM before it serves."""
+    """The engine of the service, which measures its vLLM at a SIGUSR1."""
 
     @classmethod
     async def start(cls, spec: RunSpec, worker_extension: str) -> VllmEngine:
-        """As VllmEngine.start; tokens per second by requests in flight go to a file in the run's directory."""
+        """As VllmEngine.start; each signal brings tokens per second into a file in the run's directory."""
         engine = await super().start(spec, worker_extension)
-        figures = {many: await _direct(engine._llm, number, many) for number, many in enumerate(IN_FLIGHT)}
         spec.run_dir.mkdir(parents=True, exist_ok=True)
-        (spec.run_dir / DIRECT).write_text(json.dumps(figures))
+        numbers, tasks = itertools.count(), set[asyncio.Task[None]]()
+
+        def measure() -> None:
+            tasks.add(asyncio.create_task(_direct(engine._llm, next(numbers), spec.run_dir / DIRECT)))
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, measure)
         return engine
 
 
-async def _direct(llm: Any, measurement: int, in_flight: int) -> float:
-    """Tokens per second with so many requests at a time."""
-    places, done_s = asyncio.Semaphore(in_flight), list[float]()
+async def _direct(llm: Any, measurement: int, result: Path) -> None:
+    places, done_s = asyncio.Semaphore(CONCURRENCY), list[float]()
     requests = (_one(llm, places, done_s, prompt(measurement, i // GROUP), seed=i) for i in range(TOTAL_SAMPLES))
     await asyncio.gather(*requests)
-    return rate(done_s)
+    unfinished = result.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(rate(done_s)))
+    unfinished.replace(result)
 
 
 async def _one(llm: Any, places: asyncio.Semaphore, done_s: list[float], token_ids: list[int], seed: int) -> None:
@@ -203,7 +213,7 @@ class Buffer(ScriptedBuffer):
         super().__init__()
         self.ttl_s = LEASE_S
         self.done_s: list[float] = []
-        self.measurements = len(IN_FLIGHT)
+        self.measurements = TURNS  # numbers of prompts that the engine does not use for its own
 
     async def SubmitSamples(self, request: Any, context: Any) -> Any:
         for sample in request.samples:
@@ -264,29 +274,44 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def measure(folder: Path, dtype: str) -> list[Row]:
-    """All figures of one engine, a row for each number of samples in flight."""
-    spec, buffer, rows = make_spec(folder, dtype), Buffer(), list[Row]()
+    """A row for each turn, and one of medians."""
+    spec, buffer = make_spec(folder, dtype), Buffer()
     async with served(buffer, spec.services.buffer.grpc_port):
-        with process(MODULE, folder / "run.toml") as engine:
+        with process(MODULE, folder / "run.toml") as engine, process(GATEWAY, folder / "run.toml") as gateway:
             async with client_of(spec, START_S) as client:
                 await client.update(Path("stand-in"), 0)
-                direct = json.loads((spec.run_dir / DIRECT).read_text())
-                for in_flight in IN_FLIGHT:
-                    limit = {"engine": spec.engine.model_copy(update={"server_concurrency": in_flight})}
-                    (folder / "gateway.toml").write_text(spec.model_copy(update=limit).to_toml())
-                    with process(GATEWAY, folder / "gateway.toml") as gateway:
-                        found = await measure_gateway(buffer, engine.pid, gateway.pid)
+                await buffer.asked()
+                rows = []
+                for turn in range(TURNS):
+                    direct = await measure_direct(engine.pid, spec.run_dir / DIRECT)
+                    found = await measure_gateway(buffer, engine.pid, gateway.pid)
+                    percent = 100 * found["gateway tok/s"] / direct
                     rows.append(
-                        {"engine": dtype, "in flight": in_flight, "direct tok/s": direct[str(in_flight)], **found}
+                        {
+                            "engine": dtype,
+                            "turn": str(turn),
+                            "direct tok/s": direct,
+                            **found,
+                            "gateway percent": percent,
+                        }
                     )
-    for row in rows:
-        row["ratio"] = row["gateway tok/s"] / row["direct tok/s"]
-    return rows
+                    print(rows[-1], flush=True)
+    numbers = {key: statistics.median(row[key] for row in rows) for key in rows[0] if key not in ("engine", "turn")}
+    return [*rows, {"engine": dtype, "turn": "median", **numbers}]
+
+
+async def measure_direct(engine: int, result: Path) -> float:
+    """Tokens per second of the engine called inside its own process."""
+    result.unlink(missing_ok=True)  # noqa: ASYNC240
+    os.kill(engine, signal.SIGUSR1)
+    async with asyncio.timeout(WORK_S):
+        while not result.exists():  # noqa: ASYNC110, ASYNC240  written by another process
+            await asyncio.sleep(0.1)
+    return json.loads(result.read_text())  # noqa: ASYNC240
 
 
 async def measure_gateway(buffer: Buffer, *processes: int) -> Row:
     """The rate through the gateway, and CPU time of engine and gateway."""
-    await buffer.asked()
     before = list(map(cpu_seconds, processes))
     tokens_per_s = await buffer.tokens_per_s()
     spent = [cpu_seconds(pid) - b for pid, b in zip(processes, before, strict=True)]

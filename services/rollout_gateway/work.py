@@ -26,7 +26,7 @@ from services.rollout_gateway.pool import EnginePool
 from services.rollout_gateway.race import race
 from services.rollout_gateway.stops import watch_stops
 
-GATHER_S = 0.05
+GATHER_S = 0.1
 """Room that opens is gathered this long before work is asked for, so that engines admit prompts in fewer, larger steps:
 one that does runs without CUDA graphs, however few prompts it admits."""
 ANSWER_TOKENS = 4 << 20

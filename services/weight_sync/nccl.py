@@ -47,6 +47,7 @@ class NcclGroup:
             ranks: Its ranks that take part, this one among them.
         """
         self._meeting = meeting
+        self._busy = True
         self._place = {rank: place for place, rank in enumerate(sorted(ranks))}
         left = meeting.seat.left()
         connecting = _in_background(lambda: self._connect(left), lambda connected: connected[0].abort())
@@ -64,23 +65,34 @@ class NcclGroup:
 
     def post_sends(self, buffers: Sequence[torch.Tensor], ranks: Sequence[int]) -> list[Any]:
         """Start to send each buffer to each of the ranks; for `finish`."""
+        self._busy = True
         return [self._group.send([buffer], self._place[rank], 0) for buffer in buffers for rank in ranks]
 
     def post_receives(self, buffers: Sequence[torch.Tensor], sources: Sequence[int]) -> list[Any]:
         """Start to fill each buffer from its rank; for `finish`."""
         pairs = zip(buffers, sources, strict=True)
+        self._busy = True
         return [self._group.recv([buffer], self._place[source], 0) for buffer, source in pairs]
 
     def finish(self, operations: Sequence[Any]) -> None:
-        """Wait until all are done."""
+        """Wait until all are done, which must be all that were started."""
         for operation in operations:
             self._meeting.wait_until(operation.is_completed)
             operation.wait()  # raises what went wrong
+        self._busy = False
 
     def close(self) -> None:
-        """Abort the communicator, which ends what still runs."""
-        self._group.abort()
+        """Abort the communicator, which ends what still runs.
+
+        NCCL takes half a second; nobody waits for it where nothing runs. The thread is no daemon, so that the
+        interpreter does not go from under it.
+        """
+        group = self._group
         del self._group
+        if self._busy:
+            group.abort()
+        else:
+            threading.Thread(target=group.abort, name="close NCCL").start()
 
     def _connect(self, left: timedelta) -> tuple[Any, list[Any]]:
         """The group, and the exchange of a word with each rank of the other kind, for `finish`; may block."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.rollout_gateway.engine import versions
-from services.rollout_gateway.engine.arguments import plain_modules
+from services.rollout_gateway.engine.arguments import graph_sizes, plain_modules
 from services.rollout_gateway.engine.versions import VersionHistory
 from services.rollout_gateway.spans import Span, Version, spans_between
 
@@ -136,3 +136,11 @@ def test_layers_with_ragged_blocks_stay_plain_and_so_does_what_is_merged_with_th
         "model.layers.1.mlp.experts.3.gate_proj",
         "model.layers.1.mlp.experts.3.up_proj",
     ]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "count", "most"), [(1, 3, 4), (64, 35, 256), (512, 67, 2048), (1024, 83, 4096), (4096, 115, 8192)]
+)
+def test_cuda_graphs_reach_beyond_a_full_batch(max_num_seqs: int, count: int, most: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and len(sizes) == count and sizes[-1] == most

@@ -18,6 +18,11 @@ STREAM_INTERVAL_TOKENS = 32
 """vLLM hands out tokens of a running request in portions of this size: each portion wakes a task."""
 BATCHED_TOKENS = 8192
 """Tokens of one step; where prompts are never split, at least the longest prompt."""
+GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1024, 64), *range(1024, 8193, 128))
+"""Steps of how many tokens CUDA graphs may be captured for; between two the larger one is used."""
+GRAPH_TOKENS = 4
+"""Graphs reach to this many tokens for each sequence. vLLM by itself stops at two, and at 512 tokens: a step that
+admits prompts beside a full batch then runs without one, and in rollouts every tenth step or more does."""
 CPU_KV_CACHE_GIB = 1
 GIB = 1 << 30
 FP8_CAPABILITY = 89
@@ -101,8 +106,15 @@ def _gpu_arguments(spec: RunSpec, platform: Any) -> dict[str, Any]:
         "gpu_memory_utilization": spec.engine.gpu_memory_utilization,
         **kv_cache,
         "max_num_batched_tokens": BATCHED_TOKENS,
+        "cudagraph_capture_sizes": None if spec.engine.enforce_eager else graph_sizes(spec.engine.max_num_seqs),
         **(_fp8_arguments(spec.model.hf_checkpoint) if fp8 else {}),
     }
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of tokens in a step that CUDA graphs are captured for, ascending."""
+    most = min(GRAPH_TOKENS * max_num_seqs, BATCHED_TOKENS)
+    return [size for size in GRAPH_SIZES if size <= most]
 
 
 def _fp8_arguments(checkpoint: Path) -> dict[str, Any]:
