@@ -3,9 +3,9 @@
     python -m benchmarks.buffer [--only loops|long|memory|ledger] [--seconds 10]
 
 The buffer is the real process over a real Redis of its own. Clients (a process of their own) lease groups and submit
-samples that lie ready; this process trains nothing, it leases, acknowledges and commits what is sealed, and stands in
-for the reward service, which scores at once. Most token ids lie outside the tiny tokenizer's vocabulary, so that little
-of the time goes into text for graders. CPU time is said beside rates: it depends less on what else the machine does.
+samples that lie ready; this process trains nothing, it leases, acknowledges and commits what is sealed. The loops run
+without grading (benchmarks/buffer_ungraded.py); where there is some, this process stands in for the reward service and
+scores at once. CPU time is said beside rates: it depends less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,18 @@ from benchmarks.buffer_clients import (
     submit_all,
 )
 from benchmarks.buffer_raw import RawRun, make_finished, set_bytes_per_s
-from benchmarks.buffer_stack import BATCH, GROUP, RUN_ID, STALENESS, Stack, make_spec, running, serving, start_redis
+from benchmarks.buffer_stack import (
+    BATCH,
+    GROUP,
+    RUN_ID,
+    STALENESS,
+    UNGRADED,
+    Stack,
+    make_spec,
+    running,
+    serving,
+    start_redis,
+)
 from benchmarks.records import Row, table
 from flotilla.buffer.v1 import buffer_pb2 as pb
 from services.common.rpc import call
@@ -65,31 +76,40 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 async def loops(folder: Path, seconds: float, apart: Apart) -> list[Row]:
-    """Closed loop, open loop at half its rate, and the scripts alone."""
-    async with running(folder / "buffer", SHORT) as stack, asyncio.TaskGroup() as tasks:
+    """Closed loop, open loop at half its rate, and the scripts alone; then the closed loop with grading."""
+    async with running(folder / "ungraded", SHORT, UNGRADED) as stack, asyncio.TaskGroup() as tasks:
         training = tasks.create_task(stack.train())
-        closed: Record = await apart(
-            closed_loop, stack.target, stack.epoch, stack.pids, CLIENTS, SHORT, WARM_S + seconds
-        )
-        rate = stack.samples_per_s(WARM_S)
-        samples = sum(count for _, count in stack.trained)
+        rate, spent = await closed_rate(stack, seconds, apart)
         due = rate / GROUP / 2
         opened: Record = await apart(open_loop, stack.target, stack.epoch, CLIENTS, SHORT, seconds, due)
         training.cancel()
     connected, pipelined = await asyncio.to_thread(raw_rates, folder, seconds)
-    spent = ", ".join(f"{name} {one / samples * 1e6:.0f}" for name, one in closed.cpu_s.items())
+    async with running(folder / "graded", SHORT) as stack, asyncio.TaskGroup() as tasks:
+        training = tasks.create_task(stack.train())
+        graded, spent_graded = await closed_rate(stack, seconds, apart)
+        training.cancel()
     leases, submits = (
         f"p50 {percentile(one, 50):.1f}, p99 {percentile(one, 99):.1f} ms" for one in (opened.lease_s, opened.submit_s)
     )
     return [
-        row("lease, submit, seal, ack: 1k-token samples/s, 64 clients", "2,000", f"{rate:,.0f}"),
+        row("lease, submit, seal, ack: 1k-token samples/s, 64 clients, no grading", "2,000", f"{rate:,.0f}"),
         row("CPU time, us a sample", "-", spent),
         row(f"open loop, {due * GROUP:,.0f} samples/s: LeaseWork", "p99 20 ms", leases),
         row("the same: SubmitSamples", "p99 30 ms", submits),
         row("leases that found no work", "-", f"{opened.without_work} of {len(opened.lease_s) + opened.without_work}"),
         row("share of redis-py alone, 64 connections", "50 %", f"{rate / connected:.0%} of {connected:,.0f}"),
         row("share of redis-py alone, pipelines of 64", "50 %", f"{rate / pipelined:.0%} of {pipelined:,.0f}"),
+        row("the same with text for a reward service that scores at once: samples/s", "-", f"{graded:,.0f}"),
+        row("CPU time, us a sample", "-", spent_graded),
     ]
+
+
+async def closed_rate(stack: Stack, seconds: float, apart: Apart) -> tuple[float, str]:
+    """Samples per second of a closed loop while the stack trains, and the CPU time of a sample by process."""
+    closed: Record = await apart(closed_loop, stack.target, stack.epoch, stack.pids, CLIENTS, SHORT, WARM_S + seconds)
+    samples = sum(count for _, count in stack.trained)
+    spent = ", ".join(f"{name} {one / samples * 1e6:.0f}" for name, one in closed.cpu_s.items())
+    return stack.samples_per_s(WARM_S), spent
 
 
 def raw_rates(folder: Path, seconds: float) -> tuple[float, float]:

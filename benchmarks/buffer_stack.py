@@ -32,6 +32,7 @@ from tests.integration.engine_stack import process
 from tests.redis_server import RedisServer
 from tests.tiny_models import save_tokenizer
 
+BUFFER, UNGRADED = "services.buffer", "benchmarks.buffer_ungraded"
 RUN_ID = "benchmark"
 BATCH = 32
 """Groups in a batch."""
@@ -194,11 +195,11 @@ def start_redis(folder: Path) -> RedisServer:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, response_tokens: int) -> AsyncIterator[Stack]:
+async def running(folder: Path, response_tokens: int, module: str = BUFFER) -> AsyncIterator[Stack]:
     """A new run with an epoch open and weights live; in a folder that is made if it is not there."""
     redis = start_redis(folder)
     try:
-        async with serving(folder, make_spec(folder, redis.port, response_tokens), redis) as stack:
+        async with serving(folder, make_spec(folder, redis.port, response_tokens), redis, module) as stack:
             await stack.begin()
             yield stack
     finally:
@@ -206,20 +207,20 @@ async def running(folder: Path, response_tokens: int) -> AsyncIterator[Stack]:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, spec: RunSpec, redis: RedisServer) -> AsyncIterator[Stack]:
+async def serving(folder: Path, spec: RunSpec, redis: RedisServer, module: str = BUFFER) -> AsyncIterator[Stack]:
     """A buffer for the run in a Redis, ready; with the output of the buffer if something fails."""
     reward = make_server()
     reward_pb2_grpc.add_RewardServiceServicer_to_server(InstantReward(), reward)
     bind_server(reward, "127.0.0.1", spec.services.reward.grpc_port)
     await reward.start()
     try:
-        with process("services.buffer", folder / "run.toml") as buffer:
+        with process(module, folder / "run.toml") as buffer:
             async with open_channel(spec.services.buffer.grpc) as channel:
                 stack = Stack(spec, redis, buffer, channel)
                 await call(stack.stub.GetBufferStats, STATS, timeout_s=CALL_S, patience_s=START_S)
                 yield stack
     except BaseException:
-        sys.stderr.write((folder / "services.buffer.log").read_text()[-LOG_CHARS:])
+        sys.stderr.write((folder / f"{module}.log").read_text()[-LOG_CHARS:])
         raise
     finally:
         await reward.stop(None)
