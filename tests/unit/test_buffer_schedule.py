@@ -156,9 +156,9 @@ def test_a_large_batch_takes_no_time(rows: int, bound_s: float):
     draw = random.Random(1)
     lengths = [draw.randint(1, 4096) for _ in range(rows)]
     layout = Layout(32, 8192, micro_batch_multiple=4, balance_data=True, flops_per_token_squared=1.0)
-    begun = time.process_time()
+    begun = time.thread_time()
     make_schedule(lengths, [0] * rows, layout)
-    assert time.process_time() - begun < bound_s
+    assert time.thread_time() - begun < bound_s
 
 
 def request(**changes: Any) -> pb.LeaseBatchRequest:
