@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ class Prompt:
     token_ids: list[int]
     """Rendered prompt."""
     label: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """For the grader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class PromptData:
     seed: int
 
     def digest(self) -> str:
-        """SHA-256 of all prompts and labels, in hexadecimal."""
-        return hashlib.sha256(json.dumps([(p.token_ids, p.label) for p in self.prompts]).encode()).hexdigest()
+        """SHA-256 of all prompts, labels and metadata, in hexadecimal."""
+        rows = [(p.token_ids, p.label, *([p.metadata] if p.metadata else [])) for p in self.prompts]
+        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
     def at(self, issue: int) -> Prompt:
         """The prompt of the group with this issue number."""
@@ -104,7 +107,7 @@ def load_prompts(path: Path, spec: DataSpec, tokenizer: Any, max_prompts: int = 
         if len(token_ids) > spec.max_prompt_tokens:
             overlong += 1
         else:
-            prompts.append(Prompt(row.number, token_ids, row.label))
+            prompts.append(Prompt(row.number, token_ids, row.label, row.metadata))
     if not prompts:
         raise SpecError(
             f"{path}: no prompt is left ({overlong} are longer than data.max_prompt_tokens = "

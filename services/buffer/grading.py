@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import islice
 
 import grpc
@@ -10,6 +11,7 @@ from prometheus_client import Counter
 
 from flotilla.common.v1 import common_pb2
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
+from services.buffer.data import Prompt
 from services.buffer.filters import SampledGroup, SampledSample, decide
 from services.buffer.hooks import HookFailed
 from services.buffer.records import Group
@@ -20,6 +22,7 @@ from services.common.board import StatusBoard
 from services.common.errors import DeadlineExceeded, FlotillaError, ResourceExhausted, Unavailable
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
+from services.common.prompts import GRADER_KEY
 from services.common.rpc import call
 
 GRADE_CHUNK_SAMPLES = 256
@@ -119,12 +122,24 @@ class Grader:
         return [
             reward_pb2.GradeItem(
                 response=next(texts),
-                label=self._run.prompt(group).label,
                 truncated=one.finish_reason == common_pb2.FINISH_REASON_LENGTH,
+                group_id=group.group_id,
+                **about,
             )
             for group, ours in zip(groups, samples, strict=True)
+            for about in [self._about(self._run.prompt(group))]
             for one in ours
         ]
+
+    def _about(self, prompt: Prompt) -> dict[str, str]:
+        """What the items of one prompt share; the prompt's text only where the grader may read it."""
+        reads_prompt = self._run.spec.reward.is_custom
+        return {
+            "label": prompt.label,
+            "grader": str(prompt.metadata.get(GRADER_KEY) or ""),
+            "metadata": json.dumps(prompt.metadata) if prompt.metadata else "",
+            "prompt": self._run.tokenizer.decode(prompt.token_ids) if reads_prompt else "",
+        }
 
     async def _score(self, group: Group, items: list[reward_pb2.GradedItem]) -> None:
         names = [

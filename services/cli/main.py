@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from services.cli.buffer import app as buffer_app
+from services.cli.grade import grade
 from services.cli.lock import LockHeld, lock_holder, stop_supervisor, supervisor_lock
 from services.cli.observe import Observation, Observer
 from services.cli.preflight import RUN_FILE, check_inputs, check_machine, make_run_dir, write_run_file
@@ -26,6 +27,7 @@ DOWN_DEADLINE_S = 60.0
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(buffer_app, name="buffer")
+app.command()(grade)
 
 
 @app.command()

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.spec import DataSpec, SpecError
+from services.common.spec import DataSpec, SpecError, check_built_in
+
+GRADER_KEY = "rm_type"
+"""In the metadata of a row: the name of the grader for it, as for slime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class Row:
     prompt: str | list[dict[str, str]]
     """Text, or messages with role and content."""
     label: str
+    metadata: dict[str, Any]
+    """For the grader; empty where the row has none."""
 
 
 def read_rows(path: Path, data: DataSpec) -> Iterator[Row]:
@@ -44,7 +49,20 @@ def read_rows(path: Path, data: DataSpec) -> Iterator[Row]:
         if isinstance(label, bool) or not isinstance(label, str | int | float):
             kind = type(label).__name__
             raise SpecError(f"{where}: field {data.label_key!r} must be text or a number, this is a {kind}")
-        yield Row(number, prompt, str(label))
+        yield Row(number, prompt, str(label), _metadata(row, data.metadata_key, where))
+
+
+def _metadata(row: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    metadata = row.get(key) or {}
+    if not isinstance(metadata, dict):
+        raise SpecError(f"{where}: field {key!r} must be an object, this is a {type(metadata).__name__}")
+    try:
+        json.dumps(metadata)
+        if metadata.get(GRADER_KEY):
+            check_built_in(str(metadata[GRADER_KEY]))
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{where}: field {key!r}: {error}") from None
+    return metadata
 
 
 def _check_text(row: dict[str, Any], where: str) -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import gc
-import os
 import signal
 import sys
 import time
@@ -29,6 +27,7 @@ from services.common.board import StatusBoard
 from services.common.errors import FailedPrecondition
 from services.common.http import HttpServer
 from services.common.logs import get_logger, setup_logging
+from services.common.parent_death import set_parent_death_signal
 from services.common.rpc import bind_server, make_server
 from services.common.spec import Endpoint, RunSpec, SpecError, load_run
 
@@ -211,15 +210,6 @@ async def _until_stop(host: ServiceHost, setup: Awaitable[None]) -> None:
 def die_with_parent() -> None:
     """Ask the kernel for SIGTERM when the parent dies, so that a killed supervisor leaves nothing behind (Linux)."""
     set_parent_death_signal(signal.SIGTERM)
-
-
-def set_parent_death_signal(signum: signal.Signals) -> None:
-    """Deliver `signum` to this process when the thread that started it ends; see prctl(2), PR_SET_PDEATHSIG."""
-    pr_set_pdeathsig = 1
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signum), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signum)
 
 
 class Backoff:

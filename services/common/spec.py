@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,17 @@ LAYOUT_SECTIONS = {"run_dir", "services", "redis"}
 
 HOOK = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 """A function by import path, `package.module:function`."""
+
+BUILT_IN_GRADERS = ("deepscaler", "math", "dapo", "f1", "gpqa", "ifbench")
+REMOTE_GRADER = "remote"
+BOXED = "boxed_"
+"""Before a grader's name: only the last box of the response is graded."""
+
+
+def check_built_in(grader: str, others: str = "") -> None:
+    """Raise ValueError if there is no built-in grader of this name; `others` are more names to offer."""
+    if grader.removeprefix(BOXED) not in BUILT_IN_GRADERS:
+        raise ValueError(f"unknown grader {grader!r}; there are: {', '.join(BUILT_IN_GRADERS)}{others}")
 
 
 class SpecError(ValueError):
@@ -52,6 +64,8 @@ class DataSpec(Strict):
     """Field with the prompt: text, or a list of {role, content} messages."""
     label_key: str = "label"
     """Field with the label: text, or a number."""
+    metadata_key: str = "metadata"
+    """Field with an object for the grader, which a row need not have; its `rm_type` names the row's grader."""
     apply_chat_template: bool = True
     """Render the prompt with the tokenizer's chat template; off takes text as it is."""
     shuffle: bool = True
@@ -266,23 +280,68 @@ class EngineSpec(Strict):
     """Samples that the gateway gives one engine at once."""
 
 
+class RewardValues(Strict):
+    """What verdicts are worth; graders with partial credit (`f1`, the user's own) say what a score is worth."""
+
+    correct: float = 1.0
+    """The answer equals the label."""
+    wrong: float = 0.0
+    """It does not."""
+    no_answer: float = 0.0
+    """There is no answer in the response."""
+    no_think_tag: float = 0.0
+    """The response never ends its thinking, and the grader asks for that."""
+    truncated: float = 0.0
+    """The response was cut off by its length before it gave an answer."""
+    ungradable: float = 0.0
+    """No response could be graded against the label."""
+    timeout: float = 0.0
+    """The grader did not finish within its deadline."""
+    error: float = 0.0
+    """The grader failed."""
+
+
 class RewardSpec(Strict):
     """Grading."""
 
-    grader: Literal["deepscaler"] = "deepscaler"
-    """Name of the grader."""
+    grader: str = "deepscaler"
+    """A built-in grader (docs/rewards.md), with or without `boxed_` before it; `remote`; or a function of your own,
+    `package.module:function`. A row with `metadata.rm_type` chooses another built-in one for itself."""
     require_think: bool = True
     """A response that never closes `<think>` gets no reward; off also grades models that do not think aloud."""
-    workers: int = Field(default=1, ge=1)
-    """Worker processes."""
-    timeout_s: float = Field(default=2.0, gt=0)
+    workers: int = Field(default=2, ge=1)
+    """Worker processes; while one runs into its deadline, the others answer."""
+    timeout_s: float = Field(default=1.0, gt=0)
     """Deadline of one item, from its dispatch to a worker."""
-    timeout_value: float = 0.0
-    """Reward of an item whose grading timed out."""
-    error_value: float = 0.0
-    """Reward of an item whose grading failed or whose label cannot be graded against."""
     max_queue: int = Field(default=8192, ge=1)
     """Items that may wait; more are refused."""
+    values: RewardValues = RewardValues()
+    """What verdicts are worth."""
+    remote_url: str = Field(default="", pattern=r"^(https?://\S+)?$")
+    """Where grader `remote` asks: POST of JSON {prompt, response, label, metadata}, answered by a number or
+    {"reward": number}."""
+    custom_workers: int = Field(default=8, ge=1)
+    """Worker processes of grader `remote` or of a function of your own: so many items are graded at a time."""
+    custom_timeout_s: float = Field(default=10.0, gt=0)
+    """Deadline of one item of these, from its dispatch to a worker."""
+
+    @field_validator("grader")
+    @classmethod
+    def _grader_exists(cls, value: str) -> str:
+        if value != REMOTE_GRADER and not re.fullmatch(HOOK, value):
+            check_built_in(value, f", {REMOTE_GRADER}, package.module:function")
+        return value
+
+    @model_validator(mode="after")
+    def _remote_has_a_url(self) -> Self:
+        if (self.grader == REMOTE_GRADER) != bool(self.remote_url):
+            raise ValueError('reward.remote_url belongs to reward.grader = "remote": give both or none')
+        return self
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the grader is none of the built-in ones."""
+        return self.grader == REMOTE_GRADER or ":" in self.grader
 
 
 class Endpoint(Strict):

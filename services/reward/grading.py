@@ -36,13 +36,10 @@ async def _ask_all(grader: Grader, questions: set[Question], pool: WorkerPool) -
     with pool.reserve(len(questions)):
         async with asyncio.TaskGroup() as group:
             tasks = {one: group.create_task(pool.ask(grader.name, one)) for one in questions}
-    answers = {question: task.result() for question, task in tasks.items()}
-    for answer in answers.values():
-        metrics.SECONDS.observe(answer.seconds)
-    return answers
+    return {question: task.result() for question, task in tasks.items()}
 
 
 def _with_answer(item: Item, answer: Graded) -> Graded:
     if answer.verdict is not Verdict.SCORED:
         return answer
-    return replace(item.scored(answer.reason), seconds=answer.seconds)
+    return replace(answer, reason=item.scored(answer.reason).reason)

@@ -12,3 +12,4 @@ SECONDS = Histogram(
 )
 QUEUE = Gauge("flotilla_reward_queue", "Items that wait for a worker or are in one.")
 WORKER_REPLACEMENTS = Counter("flotilla_reward_worker_replacements", "Workers killed and replaced.", ["cause"])
+QUESTIONS = Counter("flotilla_reward_questions", "Questions for workers, by what the cache holds of them.", ["cache"])

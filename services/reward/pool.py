@@ -1,71 +1,73 @@
 """A pool of grader processes that no input can hang.
 
-Every question goes to an idle worker with a deadline that starts then. A worker that misses it, dies, or whose caller
-has gone is killed with SIGKILL and replaced in the background; nothing waits for it. Workers are forked by a server
-process that has the libraries loaded (multiprocessing's `forkserver`), so that a new one is there within milliseconds;
-this process, which serves gRPC, never forks.
+Every question goes to an idle worker, with a deadline that starts then. A worker that misses it, dies, or whose caller
+has gone is killed with SIGKILL and replaced in the background; no answer waits for that. A worker is also replaced when
+it ran out of memory or has answered many questions, so that the pool's memory stays what it was.
+
+    ask ──cache──► an idle worker ──► answer           the worker becomes idle again
+                         │  deadline, death, cancellation
+                         └──► SIGKILL ──► Template.fork ──► a new worker becomes idle
 
 A question waits for an idle worker, which another question gives back or a replacement becomes; both are bounded by the
 deadline. A question whose worker died is asked again, since the worker may have been killed by someone else; after a
-moment, in which other workers that the same hand killed show as dead.
+moment, in which other workers that the same hand killed show as dead, and only while its deadline allows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
+from dataclasses import replace
 
 from services.common.errors import ResourceExhausted
 from services.common.logs import get_logger
 from services.common.service import Backoff, now_s
 from services.reward import metrics
-from services.reward.verdicts import Graded, Question, Reason, Verdict
-from services.reward.worker import decode_answer, encode_question, work
+from services.reward.cache import CACHE_SIZE, AnswerCache
+from services.reward.processes import Template, Worker
+from services.reward.verdicts import Graded, Question, Verdict
+from services.reward.worker import built_in, decode_answer, encode_question
 
+BUILT_IN = f"{built_in.__module__}:{built_in.__name__}"
 ATTEMPTS = 3
 SETTLE_S = 0.1
 """Between a worker's death and the next attempt."""
-JOIN_S = 5.0
-"""For a killed process to be gone; it takes milliseconds."""
+MAX_ANSWERS = 1000
+"""After so many a worker is replaced, whatever its libraries have gathered."""
 
 log = get_logger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    process: ForkServerProcess
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    async def ask(self, line: bytes) -> bytes:
-        """The answer, or nothing if the worker has died."""
-        try:
-            self.writer.write(line)
-            await self.writer.drain()
-            return await self.reader.readline()
-        except ConnectionError:
-            return b""
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.process.kill()
-        self.writer.close()
 
 
 class WorkerPool:
     """Grader processes; use from one event loop."""
 
-    def __init__(self, size: int, timeout_s: float, max_queue: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        timeout_s: float,
+        max_queue: int,
+        *,
+        network: bool = False,
+        loader: str = BUILT_IN,
+        cache_size: int = CACHE_SIZE,
+    ) -> None:
+        """Describe a pool; `start` starts it.
+
+        Args:
+            size: Workers. One more than the questions that may run into their deadline at a time, or others wait.
+            timeout_s: Deadline of a question from its dispatch to a worker.
+            max_queue: Questions that may wait or be in work before `reserve` refuses more.
+            network: For code of the user's own: workers keep network, files, processes and memory.
+            loader: `module:function` that finds the deciding function of a grader (worker.Loader).
+            cache_size: Answers that are remembered; 0 for rules that may change their mind.
+        """
         self._size, self._timeout_s, self._max_queue = size, timeout_s, max_queue
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([work.__module__])
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._workers: set[_Worker] = set()
+        self._network = network
+        self._template = Template(timeout_s, loader, network)
+        self._cache = AnswerCache(self._answer, cache_size) if cache_size else None
+        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        self._workers: set[Worker] = set()
         self._replacements: set[asyncio.Task[None]] = set()
         self._reserved = 0
 
@@ -79,19 +81,23 @@ class WorkerPool:
         """Questions that wait or are being answered."""
         return self._reserved
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the workers have no network."""
+        return all(worker.cut_off for worker in self._workers)
+
     async def start(self) -> None:
-        """Start all workers; takes a second, for the libraries to load."""
-        for _ in range(self._size):
-            self._idle.put_nowait(await self._spawn())
+        """Start all workers; takes a second, for the libraries to load. Raises OSError if they do not start."""
+        await asyncio.gather(*(self._add_worker() for _ in range(self._size)))
+        if not self._network and not self.cut_off:
+            log.warning("this system does not let grader processes be cut off from the network")
 
     async def stop(self) -> None:
         """Kill all workers; returns when they are gone."""
         for task in self._replacements:
             task.cancel()
         await asyncio.gather(*self._replacements, return_exceptions=True)
-        for worker in self._workers:
-            worker.kill()
-        await asyncio.gather(*(asyncio.to_thread(worker.process.join, JOIN_S) for worker in self._workers))
+        await self._template.stop(self._workers)
         self._workers.clear()
 
     @contextmanager
@@ -101,79 +107,82 @@ class WorkerPool:
             seconds = self._reserved * self._timeout_s / self._size
             raise ResourceExhausted(f"{self._reserved} answers wait to be graded", retry_after_s=min(1.0, seconds))
         self._reserved += questions
-        metrics.QUEUE.set(self._reserved)
+        metrics.QUEUE.inc(questions)
         try:
             yield
         finally:
             self._reserved -= questions
-            metrics.QUEUE.set(self._reserved)
+            metrics.QUEUE.dec(questions)
 
     async def ask(self, grader: str, question: Question) -> Graded:
-        """Have a question answered: SCORED, TIMEOUT, or ERROR if its workers die or run out of memory."""
-        line = encode_question(grader, question)
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(SETTLE_S)
-            if graded := await self._attempt(await self._take(), line):
-                return graded
-        return Graded(Verdict.ERROR)
+        """Have a question answered: as its grader does, or TIMEOUT, or ERROR if the grader or its worker fails."""
+        asking = self._cache.ask if self._cache else self._answer
+        return await asking(grader, question)
 
-    async def _take(self) -> _Worker:
+    async def _answer(self, grader: str, question: Question) -> Graded:
+        line, spent_s = encode_question(grader, question), 0.0
+        for _ in range(ATTEMPTS):
+            graded, seconds = await self._attempt(await self._take(), line, self._timeout_s - spent_s)
+            spent_s += seconds
+            if graded:
+                metrics.SECONDS.observe(spent_s)
+                return replace(graded, seconds=spent_s)
+            if spent_s + SETTLE_S >= self._timeout_s:
+                break
+            await asyncio.sleep(SETTLE_S)
+            spent_s += SETTLE_S
+        return Graded(Verdict.ERROR, seconds=spent_s)
+
+    async def _take(self) -> Worker:
         while (worker := await self._idle.get()).reader.at_eof():
             self._replace(worker, "died")
         return worker
 
-    async def _attempt(self, worker: _Worker, line: bytes) -> Graded | None:
-        """One worker's answer, or None if it died."""
-        began, failure = now_s(), "abandoned"
+    async def _attempt(self, worker: Worker, line: bytes, timeout_s: float) -> tuple[Graded | None, float]:
+        """One worker's answer, or None if it died; and the seconds that it took."""
+        began, end = now_s(), "abandoned"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 answer = await worker.ask(line)
-            failure = "" if answer else "died"
+            graded = decode_answer(answer) if answer else None
+            end = _why_replaced(worker, graded)
         except TimeoutError:
-            failure = "timeout"
-            return Graded(Verdict.TIMEOUT, seconds=now_s() - began)
+            end, graded = "timeout", Graded(Verdict.TIMEOUT)
         finally:
-            if failure:
-                self._replace(worker, failure)
+            if end:
+                self._replace(worker, end)
             else:
                 self._idle.put_nowait(worker)
-        if not answer:
-            return None
-        reason = decode_answer(answer)
-        verdict = Verdict.ERROR if reason is Reason.UNSPECIFIED else Verdict.SCORED
-        return Graded(verdict, reason, now_s() - began)
+        return graded, now_s() - began
 
-    def _replace(self, worker: _Worker, cause: str) -> None:
+    def _replace(self, worker: Worker, cause: str) -> None:
         metrics.WORKER_REPLACEMENTS.labels(cause).inc()
         worker.kill()
-        task = asyncio.get_running_loop().create_task(self._respawn(worker))
+        self._workers.discard(worker)
+        task = asyncio.get_running_loop().create_task(self._add_worker_at_last())
         self._replacements.add(task)
         task.add_done_callback(self._replacements.discard)
 
-    async def _respawn(self, dead: _Worker) -> None:
-        await asyncio.to_thread(dead.process.join, JOIN_S)
-        self._workers.discard(dead)
+    async def _add_worker_at_last(self) -> None:
         backoff = Backoff()
         while True:
             try:
-                self._idle.put_nowait(await self._spawn())
-                return
+                return await self._add_worker()
             except OSError as error:
                 log.warning("cannot start a grader process", error=str(error))
             await backoff.wait()
 
-    async def _spawn(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        try:
-            process = self._context.Process(target=work, args=(theirs, self._timeout_s), name="grader", daemon=True)
-            await asyncio.to_thread(process.start)
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()  # a process that did start ends with its socket
-            raise
-        finally:
-            theirs.close()
-        worker = _Worker(process, reader, writer)
+    async def _add_worker(self) -> None:
+        worker = await self._template.fork()
         self._workers.add(worker)
-        return worker
+        self._idle.put_nowait(worker)
+
+
+def _why_replaced(worker: Worker, graded: Graded | None) -> str:
+    """Why a worker that was asked is not asked again; nothing if it is."""
+    worker.answers += 1
+    if graded is None:
+        return "died"
+    if graded.verdict is Verdict.ERROR:
+        return "error"
+    return "retired" if worker.answers >= MAX_ANSWERS else ""

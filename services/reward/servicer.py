@@ -2,13 +2,19 @@
 
     buffer ──Grade──► RewardServicer ──grade_cheaply──► verdict
                             │  what only sympy can decide
-                            └──► WorkerPool ──socket──► grader processes
+                            ├──► WorkerPool ──socket──► grader processes
+                            │  what a function of the user's own, or a remote server, decides
+                            └──► WorkerPool ──socket──► processes with network
 
 A caller of `Grade` waits for its slowest item: at most for those ahead of it in the queue and its own deadline. The
 pool kills a worker that hangs, which unblocks both. A call that is cancelled gives its places back at once.
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
@@ -17,10 +23,11 @@ from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
 from services.common.errors import InvalidArgument
 from services.common.service import ServiceHost
 from services.common.spec import RewardSpec
-from services.reward.graders import GRADERS
+from services.reward.custom import custom_grader, custom_pool
+from services.reward.graders import GRADERS, Grader, find_grader
 from services.reward.grading import grade_batch
 from services.reward.pool import WorkerPool
-from services.reward.verdicts import Graded, Item, Reason, Verdict
+from services.reward.verdicts import Graded, Item, Verdict
 
 MAX_ITEMS = 1024
 SERVICE_NAME = "flotilla.reward.v1.RewardService"
@@ -29,57 +36,103 @@ SERVICE_NAME = "flotilla.reward.v1.RewardService"
 class RewardServicer(pb_grpc.RewardServiceServicer):
     """Grades in the order of arrival; holds no state."""
 
-    def __init__(self, spec: RewardSpec, pool: WorkerPool) -> None:
-        self._spec, self._pool = spec, pool
+    def __init__(self, spec: RewardSpec, pool: WorkerPool, custom: WorkerPool | None) -> None:
+        """`custom` are the workers of the run's own grader, if it has one."""
+        self._spec, self._pool, self._custom = spec, pool, custom
+        self._custom_grader = custom_grader(spec)
 
     async def Grade(self, request: pb.GradeRequest, context: grpc.aio.ServicerContext) -> pb.GradeResponse:
         """One verdict for each item, in order."""
-        grader = GRADERS.get(request.grader)
-        if grader is None:
-            raise InvalidArgument(f"unknown grader {request.grader!r}; there are: {', '.join(GRADERS)}", "grader")
         if len(request.items) > MAX_ITEMS:
             raise InvalidArgument(f"{len(request.items)} items; send at most {MAX_ITEMS}", "items")
-        require_think = self._spec.require_think
-        items = [Item(one.response, one.label, one.truncated, require_think) for one in request.items]
-        graded = await grade_batch(grader, items, self._pool)
-        return pb.GradeResponse(items=[self._encode(one) for one in graded], grader_version=grader.version)
+        names = [one.grader or request.grader for one in request.items]
+        graders = {name: self._grader(name) for name in {*names, request.grader}}
+        items = [self._item(one) for one in request.items]
+        graded: list[pb.GradedItem] = [pb.GradedItem()] * len(items)
+        for name in dict.fromkeys(names):
+            places = [index for index, one in enumerate(names) if one == name]
+            found = await self._grade(name, graders[name], [items[index] for index in places])
+            for index, one in zip(places, found, strict=True):
+                graded[index] = one
+        return pb.GradeResponse(items=graded, grader_version=graders[request.grader].version)
 
     async def ListGraders(
         self, request: pb.ListGradersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListGradersResponse:
         """The graders, sorted by name."""
-        found = sorted(GRADERS.values(), key=lambda one: one.name)
+        found = {one.name: one for one in GRADERS.values()}
+        if self._custom:
+            found[self._spec.grader] = self._custom_grader
         return pb.ListGradersResponse(
-            graders=[pb.Grader(name=one.name, version=one.version, digest=one.digest) for one in found]
+            graders=[
+                pb.Grader(name=name, version=one.version, digest=one.digest) for name, one in sorted(found.items())
+            ]
         )
 
-    def _encode(self, graded: Graded) -> pb.GradedItem:
-        return pb.GradedItem(
-            verdict=f"VERDICT_{graded.verdict.name}",
-            value=reward_of(graded, self._spec),
-            reason=f"VERDICT_REASON_{graded.reason.name}",
-            seconds=graded.seconds,
+    def _grader(self, name: str) -> Grader:
+        grader = self._custom_grader if self._custom and name == self._spec.grader else find_grader(name)
+        if grader is None:
+            raise InvalidArgument(f"unknown grader {name!r}; there are: {', '.join(GRADERS)}", "grader")
+        return grader
+
+    def _item(self, one: pb.GradeItem) -> Item:
+        return Item(
+            one.response,
+            one.label,
+            one.truncated,
+            self._spec.require_think,
+            one.prompt,
+            _metadata(one.metadata),
+            one.group_id,
         )
+
+    async def _grade(self, name: str, grader: Grader, items: Sequence[Item]) -> list[pb.GradedItem]:
+        pool = self._custom if self._custom and grader is self._custom_grader else self._pool
+        return [
+            pb.GradedItem(
+                verdict=f"VERDICT_{one.verdict.name}",
+                value=reward_of(one, self._spec),
+                reason=f"VERDICT_REASON_{one.reason.name}",
+                seconds=one.seconds,
+                grader=name,
+                grader_version=grader.version,
+            )
+            for one in await grade_batch(grader, items, pool)
+        ]
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    try:
+        metadata = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        metadata = None
+    if not isinstance(metadata, dict):
+        raise InvalidArgument("an item's metadata is not a JSON object", "items.metadata")
+    return metadata
 
 
 def reward_of(graded: Graded, spec: RewardSpec) -> float:
     """What a verdict is worth in this run."""
-    match graded.verdict:
-        case Verdict.SCORED:
-            return float(graded.reason is Reason.CORRECT)
-        case Verdict.TIMEOUT:
-            return spec.timeout_value
-        case _:
-            return spec.error_value
+    if graded.verdict is not Verdict.SCORED:
+        return getattr(spec.values, graded.verdict.value)
+    return getattr(spec.values, graded.reason.value) if graded.value is None else graded.value
 
 
 async def set_up(host: ServiceHost) -> None:
     """Start the workers and the servicer."""
     spec = host.spec.reward
     pool = WorkerPool(spec.workers, spec.timeout_s, spec.max_queue)
-    host.on_stop.append(pool.stop)
-    host.board.checks["workers"] = lambda: "" if pool.alive else "no grader process runs"
-    host.board.details = lambda: {"workers": pool.alive, "questions": pool.reserved}
+    custom = custom_pool(spec) if spec.is_custom else None
+    pools = [pool, custom] if custom else [pool]
+    host.on_stop.extend(one.stop for one in pools)
+    host.board.checks["workers"] = lambda: "" if all(one.alive for one in pools) else "no grader process runs"
+    host.board.details = lambda: {
+        "workers": pool.alive,
+        "workers_without_network": pool.cut_off,
+        "custom_workers": custom.alive if custom else 0,
+        "questions": sum(one.reserved for one in pools),
+    }
     with host.board.waiting("grader processes to start"):
-        await pool.start()
-    host.serve(SERVICE_NAME, pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(spec, pool))
+        for one in pools:
+            await one.start()
+    host.serve(SERVICE_NAME, pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(spec, pool, custom))

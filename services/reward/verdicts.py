@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Reason(Enum):
@@ -15,7 +17,7 @@ class Reason(Enum):
     NO_THINK_TAG = "no_think_tag"
     TRUNCATED = "truncated"
     UNSPECIFIED = "unspecified"
-    """There is no score."""
+    """There is no score, or the grader gives no reasons."""
 
 
 class Verdict(Enum):
@@ -37,6 +39,10 @@ class Item:
     """The response was cut off by its length."""
     require_think: bool = True
     """Only what follows the thinking counts; off, a response without thinking counts as a whole."""
+    prompt: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Of the row of the data set."""
+    group_id: str = ""
 
     def scored(self, reason: Reason) -> Graded:
         """A score with its reason; an answer that is missing because of the cut is told apart."""
@@ -48,17 +54,19 @@ class Item:
 class Question:
     """What is left for a worker to decide."""
 
-    box: str
-    """The response from its last box on."""
+    answer: str
+    """The answer, or a piece of the response that holds it."""
     label: str
     """The label, out of its own box."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """The verdict on one item; what it is worth, the run's configuration says."""
+    """The verdict on one item."""
 
     verdict: Verdict
     reason: Reason = Reason.UNSPECIFIED
     seconds: float = 0.0
     """Time in the grader."""
+    value: float | None = None
+    """Partial credit; without it the run's configuration says what verdict and reason are worth."""

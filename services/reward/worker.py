@@ -1,35 +1,48 @@
 """What runs in a grader's process: one question at a time, as lines of JSON over a socket, within hard limits.
 
-The parent keeps the deadline and kills. The limits here hold even if the parent cannot: memory, CPU time, and an end
-with the end of the parent or of the socket.
+The parent keeps the deadline and kills. The limits of services/reward/sandbox.py hold even if the parent cannot.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
-import resource
-import signal
 import socket
+from collections.abc import Callable
 from dataclasses import asdict
 
-from services.common.service import set_parent_death_signal
+from services.reward import sandbox
 from services.reward.graders import GRADERS
-from services.reward.verdicts import Question, Reason
+from services.reward.graders.symbolic import is_zero
+from services.reward.verdicts import Graded, Question, Reason, Verdict
 
-MEMORY_BYTES = 2 << 30
-"""Address space; the libraries take about a third of it."""
+Decide = Callable[[Question], Graded]
+Loader = Callable[[str], Decide]
+"""Finds the deciding function of a grader by its name; runs in workers."""
 
 
-def work(sock: socket.socket, timeout_s: float) -> None:
+def built_in(grader: str) -> Decide:
+    """The deciding function of one of the graders that there are."""
+    return GRADERS[grader].decide
+
+
+def warm_up() -> None:
+    """Have sympy load now what it loads at its first use, a tenth of a second."""
+    is_zero("(x*(x+1))-(x^2+x)")
+
+
+def load(loader: str) -> Loader:
+    """The loader at `module:function`."""
+    module, _, function = loader.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def work(sock: socket.socket, timeout_s: float, loader: Loader) -> None:
     """Answer questions until the socket closes."""
-    set_parent_death_signal(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which ends its workers
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     with sock, sock.makefile("rwb") as stream:
         for line in stream:
-            _limit_cpu(timeout_s)
-            stream.write(_answer(line))
+            sandbox.limit_cpu(timeout_s)
+            stream.write(_answer(line, loader))
             stream.flush()
 
 
@@ -38,23 +51,21 @@ def encode_question(grader: str, question: Question) -> bytes:
     return json.dumps({"grader": grader, **asdict(question)}).encode() + b"\n"
 
 
-def decode_answer(line: bytes) -> Reason:
-    """The reason in a worker's answer; UNSPECIFIED if it ran out of memory."""
-    return Reason(json.loads(line))
+def decode_answer(line: bytes) -> Graded:
+    """What a worker answered."""
+    verdict, reason, value = json.loads(line)
+    return Graded(Verdict(verdict), Reason(reason), value=value)
 
 
-def _answer(line: bytes) -> bytes:
+def _answer(line: bytes, loader: Loader) -> bytes:
     content = json.loads(line)
-    grader = GRADERS[content.pop("grader")]
+    name = content.pop("grader")
     try:
-        reason = grader.decide(Question(**content))
-    except MemoryError:
-        reason = Reason.UNSPECIFIED
-    return json.dumps(reason.value).encode() + b"\n"
+        graded = loader(name)(Question(**content))
+        return _encode(graded)
+    except Exception:  # noqa: BLE001  a grader may raise or return anything; it is counted as an error
+        return _encode(Graded(Verdict.ERROR))
 
 
-def _limit_cpu(timeout_s: float) -> None:
-    """Let the kernel end the process soon after this question's deadline, counted in CPU time."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    limit_s = math.ceil(usage.ru_utime + usage.ru_stime + timeout_s) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
+def _encode(graded: Graded) -> bytes:
+    return json.dumps([graded.verdict.value, graded.reason.value, graded.value]).encode() + b"\n"

@@ -121,3 +121,22 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(tmp_path, tokeniz
 def test_rows_that_could_never_be_graded_are_refused(tmp_path, tokenizer, row, words):
     with pytest.raises(SpecError, match=words):
         load(write(tmp_path / "d.jsonl", row), tokenizer)
+
+
+def test_metadata_of_a_row_is_kept_and_part_of_the_digest(tmp_path, tokenizer):
+    rows = {"prompt": "x", "label": "1", "metadata": {"rm_type": "boxed_f1", "n": 1}}, {"prompt": "x", "label": "1"}
+    data = load(write(tmp_path / "d.jsonl", *rows), tokenizer)
+    assert [p.metadata for p in data.prompts] == [{"rm_type": "boxed_f1", "n": 1}, {}]
+    without = load(write(tmp_path / "e.jsonl", rows[1], rows[1]), tokenizer)
+    assert data.digest() != without.digest()
+    renamed = load(tmp_path / "d.jsonl", tokenizer, metadata_key="about")
+    assert renamed.digest() == without.digest()
+
+
+@pytest.mark.parametrize("metadata", [[1], "text", {"rm_type": "guess"}, {"rm_type": "package.module:function"}])
+def test_metadata_that_cannot_be_used_names_file_and_line(tmp_path, tokenizer, metadata):
+    path = write(
+        tmp_path / "d.jsonl", {"prompt": "x", "label": "1"}, {"prompt": "x", "label": "1", "metadata": metadata}
+    )
+    with pytest.raises(SpecError, match=r"d\.jsonl:2: field 'metadata'"):
+        load(path, tokenizer)

@@ -120,9 +120,20 @@ def test_missing_inputs_are_named(run_file):
         load_run(run_file, environ={}).check_files()
 
 
+@pytest.mark.parametrize("grader", ["math", "boxed_f1", "package.module:function"])
+def test_graders_are_accepted_by_name(run_file, grader):
+    assert load_run(run_file, [f"reward.grader={grader}"], environ={}).reward.grader == grader
+
+
 @pytest.mark.parametrize(
     "override",
     [
+        "reward.grader=boxed_guess",
+        "reward.grader=remote",
+        "reward.remote_url=http://localhost:1",
+        'reward={grader = "remote", remote_url = "file:///etc/passwd"}',
+        "reward.values.wrong=nan",
+        "reward.values.unknown=1",
         "rollout.lease_ttl_s=inf",
         "optimizer.lr=nan",
         'evaluation.sets={"../x" = {prompt_data = "e.jsonl"}}',

@@ -15,7 +15,7 @@ from tests.conftest import shared_file
 def grade(item: Item) -> Graded:
     """The whole rule in this process."""
     draft = rule.grade_cheaply(item)
-    return item.scored(rule.decide(draft)) if isinstance(draft, Question) else draft
+    return item.scored(rule.decide(draft).reason) if isinstance(draft, Question) else draft
 
 
 def score(answer: str, label: str) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
-from services.reward.graders import deepscaler, latex_symbols, latex_text, symbolic
+from services.common.spec import BOXED, BUILT_IN_GRADERS
+from services.reward.graders import dapo, deepscaler, f1, gpqa, ifbench, latex_symbols, latex_text, math, symbolic
 from services.reward.verdicts import Graded, Item, Question, Reason
 
 
@@ -20,7 +22,7 @@ class Grader:
     digest: str
     """SHA-256 of the source of the rule, in hexadecimal."""
     grade_cheaply: Callable[[Item], Graded | Question]
-    decide: Callable[[Question], Reason]
+    decide: Callable[[Question], Graded]
 
 
 def _digest(*modules: object) -> str:
@@ -28,12 +30,42 @@ def _digest(*modules: object) -> str:
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
-GRADERS = {
-    "deepscaler": Grader(
-        name="deepscaler",
-        version=deepscaler.VERSION,
-        digest=_digest(deepscaler, latex_text, latex_symbols, symbolic),
-        grade_cheaply=deepscaler.grade_cheaply,
-        decide=deepscaler.decide,
-    )
-}
+def _undecided(question: Question) -> Graded:
+    raise AssertionError("this rule asks no worker")
+
+
+def _grader(rule: ModuleType, *parts: ModuleType) -> Grader:
+    name = rule.__name__.rpartition(".")[2]
+    decide = getattr(rule, "decide", _undecided)
+    return Grader(name, rule.VERSION, _digest(rule, *parts), rule.grade_cheaply, decide)
+
+
+_DEEPSCALER = (deepscaler, latex_text, latex_symbols, symbolic)
+_RULES = (
+    _grader(*_DEEPSCALER),
+    _grader(math, *_DEEPSCALER),
+    _grader(dapo, deepscaler),
+    _grader(f1),
+    _grader(gpqa, deepscaler),
+    _grader(ifbench),
+)
+GRADERS = {one.name: one for one in _RULES}
+assert set(GRADERS) == set(BUILT_IN_GRADERS), "a run spec is checked against the names in services/common/spec.py"
+
+READ_THE_WHOLE_TEXT = {"f1", "ifbench"}
+"""Rules that do not look for a box of their own; to the others the prefix makes no difference."""
+
+
+def find_grader(name: str) -> Grader | None:
+    """The grader of this name, which may begin with `boxed_`: then only the last box is graded, without its braces."""
+    grader = GRADERS.get(name.removeprefix(BOXED))
+    if grader is None or not name.startswith(BOXED) or grader.name not in READ_THE_WHOLE_TEXT:
+        return grader
+    rule = grader.grade_cheaply
+
+    def of_box(item: Item) -> Graded | Question:
+        box = deepscaler.find_box(item.response, require_think=False)
+        inside = None if isinstance(box, Reason) else deepscaler.open_box(box)
+        return item.scored(Reason.NO_ANSWER) if inside is None else rule(replace(item, response=inside))
+
+    return replace(grader, grade_cheaply=of_box)

@@ -39,14 +39,14 @@ def grade_cheaply(item: Item) -> Graded | Question:
     return Question(f"{BOX}{{{answer}}}", label)
 
 
-def decide(question: Question) -> Reason:
+def decide(question: Question) -> Graded:
     """Answer a question; may take any time and memory, so for workers only."""
-    answer = open_box(question.box)
+    answer = open_box(question.answer)
     if answer is None:
-        return Reason.NO_ANSWER
+        return Graded(Verdict.SCORED, Reason.NO_ANSWER)
     pairs = _open_questions(answer, question.label)
     right = pairs if isinstance(pairs, bool) else all(_equal_by_sympy(*pair) for pair in pairs)
-    return Reason.CORRECT if right else Reason.WRONG
+    return Graded(Verdict.SCORED, Reason.CORRECT if right else Reason.WRONG)
 
 
 # ------------------------------------------------------------------------------------------------------- extraction

@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lotilla/reward/v1/reward.proto\x12\x12\x66lotilla.reward.v1\"?\n\tGradeItem\x12\x10\n\x08response\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x11\n\ttruncated\x18\x03 \x01(\x08\"\\\n\x0cGradeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06grader\x18\x02 \x01(\t\x12,\n\x05items\x18\x03 \x03(\x0b\x32\x1d.flotilla.reward.v1.GradeItem\"\x8d\x01\n\nGradedItem\x12,\n\x07verdict\x18\x01 \x01(\x0e\x32\x1b.flotilla.reward.v1.Verdict\x12\r\n\x05value\x18\x02 \x01(\x02\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32!.flotilla.reward.v1.VerdictReason\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"V\n\rGradeResponse\x12-\n\x05items\x18\x01 \x03(\x0b\x32\x1e.flotilla.reward.v1.GradedItem\x12\x16\n\x0egrader_version\x18\x02 \x01(\t\"\x14\n\x12ListGradersRequest\"7\n\x06Grader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"B\n\x13ListGradersResponse\x12+\n\x07graders\x18\x01 \x03(\x0b\x32\x1a.flotilla.reward.v1.Grader*v\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x12\n\x0eVERDICT_SCORED\x10\x01\x12\x16\n\x12VERDICT_UNGRADABLE\x10\x02\x12\x13\n\x0fVERDICT_TIMEOUT\x10\x03\x12\x11\n\rVERDICT_ERROR\x10\x04*\xc2\x01\n\rVerdictReason\x12\x1e\n\x1aVERDICT_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16VERDICT_REASON_CORRECT\x10\x01\x12\x18\n\x14VERDICT_REASON_WRONG\x10\x02\x12\x1c\n\x18VERDICT_REASON_NO_ANSWER\x10\x03\x12\x1f\n\x1bVERDICT_REASON_NO_THINK_TAG\x10\x04\x12\x1c\n\x18VERDICT_REASON_TRUNCATED\x10\x05\x32\xbd\x01\n\rRewardService\x12L\n\x05Grade\x12 .flotilla.reward.v1.GradeRequest\x1a!.flotilla.reward.v1.GradeResponse\x12^\n\x0bListGraders\x12&.flotilla.reward.v1.ListGradersRequest\x1a\'.flotilla.reward.v1.ListGradersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lotilla/reward/v1/reward.proto\x12\x12\x66lotilla.reward.v1\"\x83\x01\n\tGradeItem\x12\x10\n\x08response\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x11\n\ttruncated\x18\x03 \x01(\x08\x12\x0e\n\x06grader\x18\x04 \x01(\t\x12\x10\n\x08metadata\x18\x05 \x01(\t\x12\x0e\n\x06prompt\x18\x06 \x01(\t\x12\x10\n\x08group_id\x18\x07 \x01(\t\"\\\n\x0cGradeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06grader\x18\x02 \x01(\t\x12,\n\x05items\x18\x03 \x03(\x0b\x32\x1d.flotilla.reward.v1.GradeItem\"\xb5\x01\n\nGradedItem\x12,\n\x07verdict\x18\x01 \x01(\x0e\x32\x1b.flotilla.reward.v1.Verdict\x12\r\n\x05value\x18\x02 \x01(\x02\x12\x31\n\x06reason\x18\x03 \x01(\x0e\x32!.flotilla.reward.v1.VerdictReason\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x0e\n\x06grader\x18\x05 \x01(\t\x12\x16\n\x0egrader_version\x18\x06 \x01(\t\"V\n\rGradeResponse\x12-\n\x05items\x18\x01 \x03(\x0b\x32\x1e.flotilla.reward.v1.GradedItem\x12\x16\n\x0egrader_version\x18\x02 \x01(\t\"\x14\n\x12ListGradersRequest\"7\n\x06Grader\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"B\n\x13ListGradersResponse\x12+\n\x07graders\x18\x01 \x03(\x0b\x32\x1a.flotilla.reward.v1.Grader*v\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x12\n\x0eVERDICT_SCORED\x10\x01\x12\x16\n\x12VERDICT_UNGRADABLE\x10\x02\x12\x13\n\x0fVERDICT_TIMEOUT\x10\x03\x12\x11\n\rVERDICT_ERROR\x10\x04*\xc2\x01\n\rVerdictReason\x12\x1e\n\x1aVERDICT_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16VERDICT_REASON_CORRECT\x10\x01\x12\x18\n\x14VERDICT_REASON_WRONG\x10\x02\x12\x1c\n\x18VERDICT_REASON_NO_ANSWER\x10\x03\x12\x1f\n\x1bVERDICT_REASON_NO_THINK_TAG\x10\x04\x12\x1c\n\x18VERDICT_REASON_TRUNCATED\x10\x05\x32\xbd\x01\n\rRewardService\x12L\n\x05Grade\x12 .flotilla.reward.v1.GradeRequest\x1a!.flotilla.reward.v1.GradeResponse\x12^\n\x0bListGraders\x12&.flotilla.reward.v1.ListGradersRequest\x1a\'.flotilla.reward.v1.ListGradersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'flotilla.reward.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=593
-  _globals['_VERDICT']._serialized_end=711
-  _globals['_VERDICTREASON']._serialized_start=714
-  _globals['_VERDICTREASON']._serialized_end=908
-  _globals['_GRADEITEM']._serialized_start=55
-  _globals['_GRADEITEM']._serialized_end=118
-  _globals['_GRADEREQUEST']._serialized_start=120
-  _globals['_GRADEREQUEST']._serialized_end=212
-  _globals['_GRADEDITEM']._serialized_start=215
-  _globals['_GRADEDITEM']._serialized_end=356
-  _globals['_GRADERESPONSE']._serialized_start=358
-  _globals['_GRADERESPONSE']._serialized_end=444
-  _globals['_LISTGRADERSREQUEST']._serialized_start=446
-  _globals['_LISTGRADERSREQUEST']._serialized_end=466
-  _globals['_GRADER']._serialized_start=468
-  _globals['_GRADER']._serialized_end=523
-  _globals['_LISTGRADERSRESPONSE']._serialized_start=525
-  _globals['_LISTGRADERSRESPONSE']._serialized_end=591
-  _globals['_REWARDSERVICE']._serialized_start=911
-  _globals['_REWARDSERVICE']._serialized_end=1100
+  _globals['_VERDICT']._serialized_start=702
+  _globals['_VERDICT']._serialized_end=820
+  _globals['_VERDICTREASON']._serialized_start=823
+  _globals['_VERDICTREASON']._serialized_end=1017
+  _globals['_GRADEITEM']._serialized_start=56
+  _globals['_GRADEITEM']._serialized_end=187
+  _globals['_GRADEREQUEST']._serialized_start=189
+  _globals['_GRADEREQUEST']._serialized_end=281
+  _globals['_GRADEDITEM']._serialized_start=284
+  _globals['_GRADEDITEM']._serialized_end=465
+  _globals['_GRADERESPONSE']._serialized_start=467
+  _globals['_GRADERESPONSE']._serialized_end=553
+  _globals['_LISTGRADERSREQUEST']._serialized_start=555
+  _globals['_LISTGRADERSREQUEST']._serialized_end=575
+  _globals['_GRADER']._serialized_start=577
+  _globals['_GRADER']._serialized_end=632
+  _globals['_LISTGRADERSRESPONSE']._serialized_start=634
+  _globals['_LISTGRADERSRESPONSE']._serialized_end=700
+  _globals['_REWARDSERVICE']._serialized_start=1020
+  _globals['_REWARDSERVICE']._serialized_end=1209
 # @@protoc_insertion_point(module_scope)

@@ -36,14 +36,22 @@ VERDICT_REASON_NO_THINK_TAG: VerdictReason
 VERDICT_REASON_TRUNCATED: VerdictReason
 
 class GradeItem(_message.Message):
-    __slots__ = ("response", "label", "truncated")
+    __slots__ = ("response", "label", "truncated", "grader", "metadata", "prompt", "group_id")
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    GRADER_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     response: str
     label: str
     truncated: bool
-    def __init__(self, response: _Optional[str] = ..., label: _Optional[str] = ..., truncated: _Optional[bool] = ...) -> None: ...
+    grader: str
+    metadata: str
+    prompt: str
+    group_id: str
+    def __init__(self, response: _Optional[str] = ..., label: _Optional[str] = ..., truncated: _Optional[bool] = ..., grader: _Optional[str] = ..., metadata: _Optional[str] = ..., prompt: _Optional[str] = ..., group_id: _Optional[str] = ...) -> None: ...
 
 class GradeRequest(_message.Message):
     __slots__ = ("run_id", "grader", "items")
@@ -56,16 +64,20 @@ class GradeRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., grader: _Optional[str] = ..., items: _Optional[_Iterable[_Union[GradeItem, _Mapping]]] = ...) -> None: ...
 
 class GradedItem(_message.Message):
-    __slots__ = ("verdict", "value", "reason", "seconds")
+    __slots__ = ("verdict", "value", "reason", "seconds", "grader", "grader_version")
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GRADER_FIELD_NUMBER: _ClassVar[int]
+    GRADER_VERSION_FIELD_NUMBER: _ClassVar[int]
     verdict: Verdict
     value: float
     reason: VerdictReason
     seconds: float
-    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., value: _Optional[float] = ..., reason: _Optional[_Union[VerdictReason, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
+    grader: str
+    grader_version: str
+    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., value: _Optional[float] = ..., reason: _Optional[_Union[VerdictReason, str]] = ..., seconds: _Optional[float] = ..., grader: _Optional[str] = ..., grader_version: _Optional[str] = ...) -> None: ...
 
 class GradeResponse(_message.Message):
     __slots__ = ("items", "grader_version")

@@ -55,7 +55,7 @@ class RewardServiceServicer:
 
     def Grade(self, request, context):
         """Grades a batch. Answers one verdict for each item, in order, whatever the items contain. RESOURCE_EXHAUSTED with
-        RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader.
+        RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader, or metadata that is no JSON object.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

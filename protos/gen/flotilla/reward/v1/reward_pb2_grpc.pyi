@@ -37,7 +37,7 @@ class RewardServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Grade: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GradeRequest, _reward_pb2.GradeResponse]
     """Grades a batch. Answers one verdict for each item, in order, whatever the items contain. RESOURCE_EXHAUSTED with
-    RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader.
+    RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader, or metadata that is no JSON object.
     """
     ListGraders: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListGradersRequest, _reward_pb2.ListGradersResponse]
     """The graders that there are. Read-only."""
@@ -51,7 +51,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Grade: _aio.UnaryUnaryMultiCallable[_reward_pb2.GradeRequest, _reward_pb2.GradeResponse]  # type: ignore[assignment]
     """Grades a batch. Answers one verdict for each item, in order, whatever the items contain. RESOURCE_EXHAUSTED with
-    RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader.
+    RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader, or metadata that is no JSON object.
     """
     ListGraders: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListGradersRequest, _reward_pb2.ListGradersResponse]  # type: ignore[assignment]
     """The graders that there are. Read-only."""
@@ -68,7 +68,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.GradeResponse, _abc.Awaitable[_reward_pb2.GradeResponse]]:
         """Grades a batch. Answers one verdict for each item, in order, whatever the items contain. RESOURCE_EXHAUSTED with
-        RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader.
+        RetryInfo when too many items wait; INVALID_ARGUMENT for an unknown grader, or metadata that is no JSON object.
         """
 
     @_abc_1.abstractmethod

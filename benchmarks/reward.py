@@ -1,0 +1,308 @@
+"""Speed and safety of the reward service, on this machine.
+
+    python -m benchmarks.reward --data math-500.jsonl --cases grader_cases.jsonl [--only process|grpc|bombs|soak]
+
+The rates grade the reference solutions of MATH-500, each with its own label and with another row's; `expected` of the
+bombs and hostile cases does not count here, only that they end. The service of `grpc` is the real process; the bombs
+and the soak use its worker pool in this process. CPU time is said beside rates: it depends less on what else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+from psutil import Error, Process
+
+from benchmarks.records import Row, table
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
+from services.common.rpc import call, open_channel
+from services.reward.graders import GRADERS, Grader
+from services.reward.grading import grade_batch
+from services.reward.pool import WorkerPool
+from services.reward.verdicts import Item, Question, Verdict
+
+MATHEMATICAL = [name for name in ("deepscaler", "deepscaler_plus") if name in GRADERS]
+WORKERS, TIMEOUT_S = 2, 1.0
+BATCH, CALLS_AT_ONCE, PASSES = 64, 4, 5
+NEIGHBOURS = 4
+SOAK_CACHE = 1000
+BOMB = "+".join(f"1/(x+{n})" for n in range(1, 60))
+BOMB_EVERY = 100
+
+
+def row(what: str, bar: str, measured: str) -> Row:
+    """One line of the table."""
+    return {"what": what, "bar": bar, "measured": measured}
+
+
+def reference_items(data: Path) -> list[Item]:
+    """Reference solutions, each with its own label and with another row's."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    responses = [f"<think>so</think> {one['metadata']['solution']}" for one in rows]
+    labels = [one["label"] for one in rows]
+    pairs = [*zip(responses, labels, strict=True), *zip(responses, [*labels[1:], labels[0]], strict=True)]
+    return [Item(response, label) for response, label in pairs]
+
+
+# ------------------------------------------------------------------------------------------------------------- rates
+
+
+def in_process(items: list[Item]) -> list[Row]:
+    """Grades per second of CPU time of one process that does everything itself."""
+    return [
+        row(f"{name}: grades per core-second in process", bar, f"{len(items) / cpu_s(GRADERS[name], items):,.0f}")
+        for name, bar in zip(MATHEMATICAL, ("-", "10,000"), strict=False)
+    ]
+
+
+def cpu_s(grader: Grader, items: list[Item]) -> float:
+    """CPU seconds for all items; the best of three, the first of which loads what sympy needs."""
+    found = []
+    for _ in range(3):
+        began = time.process_time()
+        for item in items:
+            draft = grader.grade_cheaply(item)
+            if isinstance(draft, Question):
+                grader.decide(draft)
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+async def through_grpc(items: list[Item]) -> list[Row]:
+    """Grades per second of the service: first with an empty cache, then as in a run whose answers repeat."""
+    rows = []
+    for name in MATHEMATICAL:
+        with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (address, process):
+            async with open_channel(address) as channel:
+                stub = pb_grpc.RewardServiceStub(channel)
+                await call(stub.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=60)
+                first = len(items) / await graded_s(stub, name, items)
+                spent_s, before = 0.0, sum(process.cpu_times()[:2])
+                for _ in range(PASSES):
+                    spent_s += await graded_s(stub, name, items)
+                us = (sum(process.cpu_times()[:2]) - before) / PASSES / len(items) * 1e6
+        again = PASSES * len(items) / spent_s
+        rows += [
+            row(f"{name}: grades/s through gRPC, batches of {BATCH}, first time", "3,000", f"{first:,.0f}"),
+            row(f"{name}: the same again, answers known", "3,000", f"{again:,.0f} ({us:.0f} us of CPU each)"),
+        ]
+    return rows
+
+
+async def graded_s(stub: pb_grpc.RewardServiceAsyncStub, name: str, items: list[Item]) -> float:
+    """Seconds until all are graded, a few batches at a time."""
+    places, began = asyncio.Semaphore(CALLS_AT_ONCE), time.monotonic()
+
+    async def grade(batch: list[Item]) -> None:
+        async with places:
+            content = [pb.GradeItem(response=one.response, label=one.label) for one in batch]
+            await call(stub.Grade, pb.GradeRequest(run_id="bench", grader=name, items=content), timeout_s=60)
+
+    await asyncio.gather(*(grade(items[at : at + BATCH]) for at in range(0, len(items), BATCH)))
+    return time.monotonic() - began
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, Process]]:
+    """The service as a process of its own: its address and itself."""
+    from tests.conftest import free_ports
+
+    grpc_port, http_port = free_ports(2)
+    spec = {
+        "run_id": "bench",
+        "model": {"hf_checkpoint": "model"},
+        "data": {"prompt_data": "prompts.jsonl", "max_prompt_tokens": 16},
+        "rollout": {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "max_response_tokens": 16},
+        "reward": {"workers": WORKERS},
+        "services": {"reward": {"grpc_port": grpc_port, "http_port": http_port}},
+    }
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "prompts.jsonl").write_text("")
+    (folder / "run.toml").write_text(tomli_w.dumps(spec))
+    command = [sys.executable, "-m", "services.reward", "--run", str(folder / "run.toml")]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            yield f"127.0.0.1:{grpc_port}", Process(process.pid)
+        finally:
+            process.terminate()
+
+
+# ------------------------------------------------------------------------------------------------------------- bombs
+
+
+@dataclass(frozen=True, slots=True)
+class Blast:
+    """What one bad case did; all in seconds."""
+
+    verdict_s: float
+    refill_s: float
+    slower_s: float
+    """How much longer the slowest neighbour took than the slowest of the same kind without the case."""
+    timed_out: bool
+
+
+def bad_items(cases: Path) -> list[Item]:
+    """Every case that hangs graders or attacks them."""
+    rows = map(json.loads, cases.read_text().splitlines())
+    return [Item(one["response"], one["label"]) for one in rows if one["kind"] in ("hang", "hostile")]
+
+
+async def bombs(items: list[Item]) -> list[Row]:
+    """The bad cases, each among neighbours that a worker must decide."""
+    rows = []
+    for name in MATHEMATICAL:
+        pool = WorkerPool(WORKERS, TIMEOUT_S, 10_000)
+        await pool.start()
+        try:
+            blasts = [await blast(GRADERS[name], item, pool, index) for index, item in enumerate(items)]
+        finally:
+            await pool.stop()
+        worst = [max(getattr(one, what) for one in blasts) * 1000 for what in ("verdict_s", "refill_s", "slower_s")]
+        late = sum(one.timed_out for one in blasts)
+        rows += [
+            row(
+                f"{name}: slowest verdict of {len(items)} bad cases, {late} timeouts", "1,100 ms", f"{worst[0]:,.0f} ms"
+            ),
+            row(f"{name}: longest until all workers run again", "1,000 ms", f"{worst[1]:.0f} ms"),
+            row(f"{name}: slowest neighbour, more than without", "50 ms", f"{worst[2]:.0f} ms"),
+        ]
+    return rows
+
+
+async def blast(grader: Grader, bad: Item, pool: WorkerPool, index: int) -> Blast:
+    """Grade a bad item and its neighbours at once, after neighbours of the same kind alone."""
+    quiet_s = max(await asyncio.gather(*neighbours(pool, 2 * index)))
+    began = time.monotonic()
+    bomb = asyncio.create_task(grade_batch(grader, [bad], pool))
+    loud_s = max(await asyncio.gather(*neighbours(pool, 2 * index + 1)))
+    graded = (await bomb)[0]
+    verdict_s = time.monotonic() - began
+    async with asyncio.timeout(60):
+        while pool.alive < WORKERS:  # noqa: ASYNC110  nobody but this benchmark waits for it
+            await asyncio.sleep(0.001)
+    refill_s = time.monotonic() - began - verdict_s
+    return Blast(verdict_s, refill_s, loud_s - quiet_s, graded.verdict is Verdict.TIMEOUT)
+
+
+def neighbours(pool: WorkerPool, number: int) -> list[asyncio.Task[float]]:
+    """Questions that sympy must answer, all new: the seconds that each takes."""
+    return [asyncio.create_task(asked_s(pool, question(number * NEIGHBOURS + one))) for one in range(NEIGHBOURS)]
+
+
+def question(number: int) -> Question:
+    """An easy one for sympy, and different for each number."""
+    return Question(f"\\boxed{{x(x+{number})}}", f"x^2+{number}x")
+
+
+async def asked_s(pool: WorkerPool, asked: Question) -> float:
+    """Seconds of one question."""
+    began = time.monotonic()
+    await pool.ask("deepscaler", asked)
+    return time.monotonic() - began
+
+
+# -------------------------------------------------------------------------------------------------------------- soak
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """What a long load did to a pool."""
+
+    questions: int
+    bombs: int
+    growth: float
+    """Of the memory of this process and its workers, last fifth against second fifth."""
+    lost: int
+    """Workers that are missing at the end."""
+
+
+async def soak(seconds: float) -> Soak:
+    """Mixed load: questions that differ, of which every hundredth is a bomb."""
+    pool = WorkerPool(WORKERS, TIMEOUT_S, 10_000, cache_size=SOAK_CACHE)
+    await pool.start()
+    sizes: list[tuple[float, float]] = []
+    asked, began = 0, time.monotonic()
+
+    async def ask_on() -> None:
+        nonlocal asked
+        while time.monotonic() - began < seconds:
+            asked += 1
+            bomb = asked % BOMB_EVERY == 0
+            await pool.ask("deepscaler", Question(f"\\boxed{{{BOMB}+{asked}}}", "x") if bomb else question(asked))
+
+    async def measure() -> None:
+        while (now := time.monotonic() - began) < seconds:
+            sizes.append((now, await asyncio.to_thread(memory_bytes)))
+            await asyncio.sleep(min(1.0, seconds / 100))
+
+    try:
+        await asyncio.gather(*(ask_on() for _ in range(2 * WORKERS)), measure())
+        await asyncio.sleep(1.0)  # what was killed last is replaced
+        lost = WORKERS - pool.alive
+    finally:
+        await pool.stop()
+    early, late = (
+        statistics.median(size for at, size in sizes if first <= at / seconds < last)
+        for first, last in ((0.2, 0.4), (0.8, 1.0))
+    )
+    return Soak(asked, asked // BOMB_EVERY, late / early - 1, lost)
+
+
+def memory_bytes() -> float:
+    """Of this process and all that it started; what they share counts once."""
+    total = 0
+    for process in (Process(), *Process().children(recursive=True)):
+        with suppress(Error):  # it has just ended
+            total += process.memory_full_info().pss
+    return total
+
+
+async def soaked(seconds: float) -> list[Row]:
+    """The rows of a soak."""
+    found = await soak(seconds)
+    what = f"{found.questions:,} questions with {found.bombs} bombs in {seconds:.0f} s"
+    return [
+        row(f"{what}: growth of memory", "1 %", f"{found.growth:+.1%}"),
+        row("the same: workers lost", "0", str(found.lost)),
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="MATH-500 with solutions in metadata")
+    parser.add_argument("--cases", type=Path, required=True, help="labelled cases with their kind")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of the soak")
+    parser.add_argument("--only", choices=("process", "grpc", "bombs", "soak"), help="one measurement of them")
+    args = parser.parse_args()
+    items = reference_items(args.data)
+    measurements: dict[str, Callable[[], list[Row]]] = {
+        "process": lambda: in_process(items),
+        "grpc": lambda: asyncio.run(through_grpc(items)),
+        "bombs": lambda: asyncio.run(bombs(bad_items(args.cases))),
+        "soak": lambda: asyncio.run(soaked(args.seconds)),
+    }
+    rows, before = [], os.getloadavg()[0]
+    for name in [args.only] if args.only else measurements:
+        rows += measurements[name]()
+    print(table(rows))
+    print(f"\n{os.cpu_count()} CPUs; load average before {before:.1f}, after {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

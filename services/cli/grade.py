@@ -1,0 +1,108 @@
+"""`flotilla grade`: grade a file of responses, to check a grader on data of one's own before a run."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from services.cli.run_argument import refuse
+
+if TYPE_CHECKING:
+    from services.reward.files import GradedRow
+
+RIGHT_FROM = 0.5
+"""A value above it says that the response is right, as one of `expected` does."""
+SLOW_FRACTION = 0.99
+
+
+@dataclass(slots=True)
+class Summary:
+    """What is counted over the rows."""
+
+    verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    judged: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    """Rows with `expected`, by (expected right, graded right)."""
+    seconds: list[float] = field(default_factory=list)
+    """Of the rows that took a worker's time."""
+
+    def add(self, row: GradedRow) -> None:
+        """Count a row."""
+        self.verdicts[row.graded.verdict.name, row.graded.reason.name] += 1
+        if row.graded.seconds:
+            self.seconds.append(row.graded.seconds)
+        expected = row.content.get("expected")
+        if isinstance(expected, int | float):
+            self.judged[expected > RIGHT_FROM, row.value > RIGHT_FROM] += 1
+
+
+def grade(
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Rows with response and label.")],
+    grader: Annotated[str, typer.Option("--grader", help="Its name; a row's metadata.rm_type goes before it.")],
+    output: Annotated[Path | None, typer.Option("--output", help="Write the rows with their verdicts here.")] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes.")] = (os.cpu_count() or 1) + 1,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.01, help="Deadline of a row, in seconds.")] = 1.0,
+    require_think: Annotated[
+        bool, typer.Option("--require-think/--no-require-think", help="No reward without a closed <think>.")
+    ] = True,
+) -> None:
+    """Grade {response, label} rows; where they have `expected` (0 or 1), say how often the grader is right."""
+    try:
+        from services.reward.files import BadRow, grade_file, read_rows  # here, because only this command needs sympy
+    except ModuleNotFoundError as error:
+        refuse(f"flotilla grade needs {error.name}; install it with `pip install {error.name}`")
+    summary, began = Summary(), time.monotonic()
+    try:
+        rows = sum(1 for _ in read_rows(file, grader, require_think))
+        with Progress(
+            console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal
+        ) as bar:
+            count = _counter(summary, bar, rows)
+            grade_file(read_rows(file, grader, require_think), output, workers, timeout, count)
+    except (BadRow, OSError) as error:
+        refuse(error)
+    _show(summary, time.monotonic() - began)
+
+
+def _counter(summary: Summary, bar: Progress, rows: int) -> Callable[[GradedRow], None]:
+    task = bar.add_task("grading", total=rows)
+
+    def count(row: GradedRow) -> None:
+        summary.add(row)
+        bar.advance(task)
+
+    return count
+
+
+def _show(summary: Summary, wall_s: float) -> None:
+    console, rows = Console(), summary.verdicts.total()
+    table = Table("verdict", "reason", "rows", "share")
+    for (verdict, reason), count in summary.verdicts.most_common():
+        table.add_row(verdict, reason, str(count), f"{count / rows:.1%}")
+    console.print(table)
+    if judged := summary.judged.total():
+        right = summary.judged[True, True] + summary.judged[False, False]
+        typer.echo(
+            f"accuracy {right / judged:.2%} of {judged} rows with `expected`: "
+            f"{summary.judged[False, True]} false positives, {summary.judged[True, False]} false negatives"
+        )
+    typer.echo(f"{rows} rows in {wall_s:.1f} s, the start of the workers included; {_times(summary.seconds)}")
+
+
+def _times(seconds: list[float]) -> str:
+    if not seconds:
+        return "none took a worker's time"
+    ordered = sorted(seconds)
+    late = ordered[int(SLOW_FRACTION * (len(ordered) - 1))]
+    median = statistics.median(ordered)
+    return f"{len(ordered)} took a worker's: median {median:.3f}, p99 {late:.3f}, most {ordered[-1]:.3f} s"

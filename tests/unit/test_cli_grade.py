@@ -1,0 +1,89 @@
+"""`flotilla grade` on small files. Nothing is faked: its worker pool is a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from services.cli.main import app
+
+Content = dict[str, Any]
+
+
+def row(answer: str, label: str = "2x", **others: object) -> Content:
+    return {"response": f"<think>so</think> \\boxed{{{answer}}}", "label": label, **others}
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in rows))
+    return path
+
+
+def run(*arguments: object, grader: str = "deepscaler") -> Result:
+    return CliRunner().invoke(app, ["grade", "--grader", grader, "--workers", "2", *map(str, arguments)])
+
+
+def test_each_row_gets_its_verdict_in_order_and_keeps_its_fields(tmp_path: Path) -> None:
+    slow = "+".join(f"1/(x+{n})" for n in range(1, 60))
+    rows = [
+        row("x+x", id="a", expected=1),
+        row(slow, "x", id="b", expected=0),
+        row("3x", id="c", expected=1),
+        row("2x", id="d", expected=0),
+        row("1", "", id="e"),
+        {"response": "hm", "label": 7, "id": "f", "truncated": True},
+    ]
+    done = run(write(tmp_path / "in.jsonl", *rows), "--output", tmp_path / "out.jsonl", "--timeout", "0.5")
+    assert done.exit_code == 0, done.output
+    graded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(one["id"], one["value"], one["verdict"], one["reason"]) for one in graded] == [
+        ("a", 1.0, "SCORED", "CORRECT"),
+        ("b", 0.0, "TIMEOUT", "UNSPECIFIED"),
+        ("c", 0.0, "SCORED", "WRONG"),
+        ("d", 1.0, "SCORED", "CORRECT"),
+        ("e", 0.0, "UNGRADABLE", "UNSPECIFIED"),
+        ("f", 0.0, "SCORED", "TRUNCATED"),
+    ]
+    assert graded[1]["seconds"] == pytest.approx(0.5, abs=0.3)
+    assert [{**one, **given} for one, given in zip(graded, rows, strict=True)] == graded
+    assert "accuracy 50.00% of 4 rows" in done.output
+    assert "1 false positives, 1 false negatives" in done.output
+
+
+def test_no_require_think_grades_the_whole_response(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", {"response": "\\boxed{4}", "label": "4"})
+    assert "NO_THINK_TAG" in run(file).output
+    assert "CORRECT" in run(file, "--no-require-think").output
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ("{", "Expecting"),
+        ("[]", "object"),
+        ({"response": "x"}, "no `label`"),
+        ({"response": ["x"], "label": "x"}, "`response` is not a text"),
+        (row("1", metadata={"rm_type": "vibes"}), "unknown grader 'vibes'"),
+    ],
+)
+def test_a_bad_row_is_named_before_anything_is_written(tmp_path: Path, bad: object, said: str) -> None:
+    file = write(tmp_path / "in.jsonl", row("1"), "", bad)
+    done = run(file, "--output", tmp_path / "out.jsonl")
+    assert done.exit_code == 2
+    assert f"{file}:3: " in done.output
+    assert said in done.output
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_unknown_grader_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    assert "there are: " in run(write(tmp_path / "in.jsonl", row("1")), grader="vibes").output
+    assert run(tmp_path / "none.jsonl").exit_code == 2
+
+
+def test_an_empty_file_gives_an_empty_file(tmp_path: Path) -> None:
+    assert run(write(tmp_path / "in.jsonl"), "--output", tmp_path / "out.jsonl").exit_code == 0
+    assert (tmp_path / "out.jsonl").read_text() == ""
