@@ -1,6 +1,6 @@
 """Speed and safety of the reward service, on this machine.
 
-    python -m benchmarks.reward --data math-500.jsonl --cases grader_cases.jsonl [--only process|grpc|bombs|soak]
+    python -m benchmarks.reward --data math-500.jsonl --cases grader_cases.jsonl [--grader G] [--only MEASUREMENT]
 
 The rates grade the reference solutions of MATH-500, each with its own label and with another row's; `expected` of the
 bombs and hostile cases does not count here, only that they end. The service of `grpc` is the real process; the bombs
@@ -14,16 +14,13 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli_w
 from psutil import Error, Process
 
 from benchmarks.records import Row, table
@@ -34,8 +31,8 @@ from services.reward.graders import GRADERS, Grader
 from services.reward.grading import grade_batch
 from services.reward.pool import WorkerPool
 from services.reward.verdicts import Item, Question, Verdict
+from tests.reward_service import START_S, running
 
-MATHEMATICAL = [name for name in ("deepscaler", "deepscaler_plus") if name in GRADERS]
 WORKERS, TIMEOUT_S = 2, 1.0
 BATCH, CALLS_AT_ONCE, PASSES = 64, 4, 5
 NEIGHBOURS = 4
@@ -61,12 +58,10 @@ def reference_items(data: Path) -> list[Item]:
 # ------------------------------------------------------------------------------------------------------------- rates
 
 
-def in_process(items: list[Item]) -> list[Row]:
+def in_process(name: str, items: list[Item]) -> list[Row]:
     """Grades per second of CPU time of one process that does everything itself."""
-    return [
-        row(f"{name}: grades per core-second in process", bar, f"{len(items) / cpu_s(GRADERS[name], items):,.0f}")
-        for name, bar in zip(MATHEMATICAL, ("-", "10,000"), strict=False)
-    ]
+    rate = len(items) / cpu_s(GRADERS[name], items)
+    return [row(f"{name}: grades per core-second in process", "10,000", f"{rate:,.0f}")]
 
 
 def cpu_s(grader: Grader, items: list[Item]) -> float:
@@ -82,25 +77,23 @@ def cpu_s(grader: Grader, items: list[Item]) -> float:
     return min(found)
 
 
-async def through_grpc(items: list[Item]) -> list[Row]:
+async def through_grpc(name: str, items: list[Item]) -> list[Row]:
     """Grades per second of the service: first with an empty cache, then as in a run whose answers repeat."""
-    rows = []
-    for name in MATHEMATICAL:
-        with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (address, process):
-            async with open_channel(address) as channel:
-                stub = pb_grpc.RewardServiceStub(channel)
-                await call(stub.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=60)
-                first = len(items) / await graded_s(stub, name, items)
-                spent_s, before = 0.0, sum(process.cpu_times()[:2])
-                for _ in range(PASSES):
-                    spent_s += await graded_s(stub, name, items)
-                us = (sum(process.cpu_times()[:2]) - before) / PASSES / len(items) * 1e6
-        again = PASSES * len(items) / spent_s
-        rows += [
-            row(f"{name}: grades/s through gRPC, batches of {BATCH}, first time", "3,000", f"{first:,.0f}"),
-            row(f"{name}: the same again, answers known", "3,000", f"{again:,.0f} ({us:.0f} us of CPU each)"),
-        ]
-    return rows
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), workers=WORKERS) as (service, address):
+        process = Process(service.pid)
+        async with open_channel(address) as channel:
+            stub = pb_grpc.RewardServiceStub(channel)
+            await call(stub.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=START_S)
+            first = len(items) / await graded_s(stub, name, items)
+            spent_s, before = 0.0, sum(process.cpu_times()[:2])
+            for _ in range(PASSES):
+                spent_s += await graded_s(stub, name, items)
+            us = (sum(process.cpu_times()[:2]) - before) / PASSES / len(items) * 1e6
+    again = PASSES * len(items) / spent_s
+    return [
+        row(f"{name}: grades/s through gRPC, batches of {BATCH}, first time", "3,000", f"{first:,.0f}"),
+        row(f"{name}: the same again, answers known", "3,000", f"{again:,.0f} ({us:.0f} us of CPU each)"),
+    ]
 
 
 async def graded_s(stub: pb_grpc.RewardServiceAsyncStub, name: str, items: list[Item]) -> float:
@@ -114,32 +107,6 @@ async def graded_s(stub: pb_grpc.RewardServiceAsyncStub, name: str, items: list[
 
     await asyncio.gather(*(grade(items[at : at + BATCH]) for at in range(0, len(items), BATCH)))
     return time.monotonic() - began
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, Process]]:
-    """The service as a process of its own: its address and itself."""
-    from tests.conftest import free_ports
-
-    grpc_port, http_port = free_ports(2)
-    spec = {
-        "run_id": "bench",
-        "model": {"hf_checkpoint": "model"},
-        "data": {"prompt_data": "prompts.jsonl", "max_prompt_tokens": 16},
-        "rollout": {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "max_response_tokens": 16},
-        "reward": {"workers": WORKERS},
-        "services": {"reward": {"grpc_port": grpc_port, "http_port": http_port}},
-    }
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
-    (folder / "prompts.jsonl").write_text("")
-    (folder / "run.toml").write_text(tomli_w.dumps(spec))
-    command = [sys.executable, "-m", "services.reward", "--run", str(folder / "run.toml")]
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
-        try:
-            yield f"127.0.0.1:{grpc_port}", Process(process.pid)
-        finally:
-            process.terminate()
 
 
 # ------------------------------------------------------------------------------------------------------------- bombs
@@ -162,26 +129,23 @@ def bad_items(cases: Path) -> list[Item]:
     return [Item(one["response"], one["label"]) for one in rows if one["kind"] in ("hang", "hostile")]
 
 
-async def bombs(items: list[Item]) -> list[Row]:
+async def bombs(name: str, items: list[Item]) -> list[Row]:
     """The bad cases, each among neighbours that a worker must decide."""
-    rows = []
-    for name in MATHEMATICAL:
-        pool = WorkerPool(WORKERS, TIMEOUT_S, 10_000)
-        await pool.start()
-        try:
-            blasts = [await blast(GRADERS[name], item, pool, index) for index, item in enumerate(items)]
-        finally:
-            await pool.stop()
-        worst = [max(getattr(one, what) for one in blasts) * 1000 for what in ("verdict_s", "refill_s", "slower_s")]
-        late = sum(one.timed_out for one in blasts)
-        rows += [
-            row(
-                f"{name}: slowest verdict of {len(items)} bad cases, {late} timeouts", "1,100 ms", f"{worst[0]:,.0f} ms"
-            ),
-            row(f"{name}: longest until all workers run again", "1,000 ms", f"{worst[1]:.0f} ms"),
-            row(f"{name}: slowest neighbour, more than without", "50 ms", f"{worst[2]:.0f} ms"),
-        ]
-    return rows
+    pool = WorkerPool(WORKERS, TIMEOUT_S, 10_000)
+    await pool.start()
+    try:
+        blasts = [await blast(GRADERS[name], item, pool, index) for index, item in enumerate(items)]
+    finally:
+        await pool.stop()
+    verdict, refill, slower = (
+        max(getattr(one, what) for one in blasts) * 1000 for what in ("verdict_s", "refill_s", "slower_s")
+    )
+    late = sum(one.timed_out for one in blasts)
+    return [
+        row(f"{name}: slowest verdict of {len(items)} bad cases, {late} timeouts", "1,100 ms", f"{verdict:,.0f} ms"),
+        row(f"{name}: longest until all workers run again", "1,000 ms", f"{refill:.0f} ms"),
+        row(f"{name}: slowest neighbour, more than without", "50 ms", f"{slower:.0f} ms"),
+    ]
 
 
 async def blast(grader: Grader, bad: Item, pool: WorkerPool, index: int) -> Blast:
@@ -287,14 +251,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="MATH-500 with solutions in metadata")
     parser.add_argument("--cases", type=Path, required=True, help="labelled cases with their kind")
+    parser.add_argument("--grader", choices=sorted(GRADERS), default="deepscaler")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the soak")
     parser.add_argument("--only", choices=("process", "grpc", "bombs", "soak"), help="one measurement of them")
     args = parser.parse_args()
     items = reference_items(args.data)
     measurements: dict[str, Callable[[], list[Row]]] = {
-        "process": lambda: in_process(items),
-        "grpc": lambda: asyncio.run(through_grpc(items)),
-        "bombs": lambda: asyncio.run(bombs(bad_items(args.cases))),
+        "process": lambda: in_process(args.grader, items),
+        "grpc": lambda: asyncio.run(through_grpc(args.grader, items)),
+        "bombs": lambda: asyncio.run(bombs(args.grader, bad_items(args.cases))),
         "soak": lambda: asyncio.run(soaked(args.seconds)),
     }
     rows, before = [], os.getloadavg()[0]

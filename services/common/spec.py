@@ -28,6 +28,7 @@ HOOK = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 BUILT_IN_GRADERS = ("deepscaler", "math", "dapo", "f1", "gpqa", "ifbench")
 REMOTE_GRADER = "remote"
+MAX_CUSTOM_TIMEOUT_S = 600.0
 BOXED = "boxed_"
 """Before a grader's name: only the last box of the response is graded."""
 
@@ -322,7 +323,7 @@ class RewardSpec(Strict):
     {"reward": number}."""
     custom_workers: int = Field(default=8, ge=1)
     """Worker processes of grader `remote` or of a function of your own: so many items are graded at a time."""
-    custom_timeout_s: float = Field(default=10.0, gt=0)
+    custom_timeout_s: float = Field(default=10.0, gt=0, le=MAX_CUSTOM_TIMEOUT_S)
     """Deadline of one item of these, from its dispatch to a worker."""
 
     @field_validator("grader")

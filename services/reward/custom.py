@@ -16,15 +16,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from services.common.spec import RewardSpec
+from services.common.spec import MAX_CUSTOM_TIMEOUT_S, RewardSpec
 from services.reward.graders import Grader
 from services.reward.pool import WorkerPool
 from services.reward.verdicts import Graded, Item, Question, Verdict
 from services.reward.worker import Decide
 
 VERSION = "custom"
-HTTP_TIMEOUT_S = 600.0
-"""Longer than any deadline of the pool, which is what ends a request that hangs."""
 
 
 def custom_grader(spec: RewardSpec) -> Grader:
@@ -65,7 +63,7 @@ def _post(url: str, item: Item) -> Any:
     about = asdict(item)
     body = json.dumps({name: about[name] for name in ("prompt", "response", "label", "metadata")}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310  a run spec allows http(s) only
-    with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=MAX_CUSTOM_TIMEOUT_S) as answer:  # noqa: S310
         return json.load(answer)
 
 

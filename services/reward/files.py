@@ -11,9 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from services.common.prompts import GRADER_KEY
 from services.common.spec import RewardSpec
 from services.reward.graders import GRADERS, Grader, find_grader
-from services.reward.grading import grade_batch
+from services.reward.grading import grade_each
 from services.reward.pool import WorkerPool
 from services.reward.servicer import reward_of
 from services.reward.verdicts import Graded, Item
@@ -32,8 +33,7 @@ class Row:
 
     content: Mapping[str, Any]
     item: Item
-    grader: str
-    rule: Grader
+    grader: Grader
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ def _read_row(line: str, grader: str, require_think: bool) -> Row:
     metadata = content.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError("`metadata` is not an object")
-    name = metadata.get("rm_type") or grader
-    rule = find_grader(str(name))
-    if rule is None:
+    name = metadata.get(GRADER_KEY) or grader
+    found = find_grader(str(name))
+    if found is None:
         raise ValueError(f"unknown grader {name!r}; there are: {', '.join(sorted(GRADERS))}")
     item = Item(
         response,
@@ -96,7 +96,7 @@ def _read_row(line: str, grader: str, require_think: bool) -> Row:
         prompt=str(content.get("prompt", "")),
         metadata=metadata,
     )
-    return Row(content, item, name, rule)
+    return Row(content, item, found)
 
 
 def _text(content: Mapping[str, Any], name: str) -> str:
@@ -112,19 +112,12 @@ async def grade_rows(rows: Iterator[Row], workers: int, timeout_s: float) -> Asy
     try:
         await pool.start()
         while batch := list(islice(rows, BATCH)):
-            for row, graded in zip(batch, await _grade(batch, pool), strict=True):
+            for row, graded in zip(
+                batch, await grade_each([(one.grader, one.item) for one in batch], lambda _: pool), strict=True
+            ):
                 yield GradedRow(row.content, graded, reward_of(graded, spec))
     finally:
         await pool.stop()
-
-
-async def _grade(batch: list[Row], pool: WorkerPool) -> list[Graded]:
-    graded: dict[int, Graded] = {}
-    for name in {row.grader for row in batch}:
-        places = [index for index, row in enumerate(batch) if row.grader == name]
-        found = await grade_batch(batch[places[0]].rule, [batch[index].item for index in places], pool)
-        graded |= dict(zip(places, found, strict=True))
-    return [graded[index] for index in range(len(batch))]
 
 
 def grade_file(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.reward import metrics
@@ -13,6 +13,20 @@ from services.reward.verdicts import Graded, Item, Question, Verdict
 
 ITEMS_PER_TURN = 32
 """Items between two turns of the event loop: a few milliseconds of cheap grading."""
+
+
+async def grade_each(asked: Sequence[tuple[Grader, Item]], pool_of: Callable[[Grader], WorkerPool]) -> list[Graded]:
+    """One verdict for each item, in order, each by its own grader, one grader after the other.
+
+    Raises:
+        ResourceExhausted: Too many questions wait for workers.
+    """
+    graded: dict[int, Graded] = {}
+    for grader in dict.fromkeys(grader for grader, _ in asked):
+        places = [index for index, (other, _) in enumerate(asked) if other == grader]
+        found = await grade_batch(grader, [asked[index][1] for index in places], pool_of(grader))
+        graded |= dict(zip(places, found, strict=True))
+    return [graded[index] for index in range(len(asked))]
 
 
 async def grade_batch(grader: Grader, items: Sequence[Item], pool: WorkerPool) -> list[Graded]:

@@ -144,7 +144,9 @@ class WorkerPool:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await worker.ask(line)
-            graded = decode_answer(answer) if answer else None
+            graded, failure = decode_answer(answer) if answer else (None, "")
+            if failure:
+                log.warning("a grader failed", error=failure)
             end = _why_replaced(worker, graded)
         except TimeoutError:
             end, graded = "timeout", Graded(Verdict.TIMEOUT)

@@ -13,7 +13,6 @@ pool kills a worker that hangs, which unblocks both. A call that is cancelled gi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -25,7 +24,7 @@ from services.common.service import ServiceHost
 from services.common.spec import RewardSpec
 from services.reward.custom import custom_grader, custom_pool
 from services.reward.graders import GRADERS, Grader, find_grader
-from services.reward.grading import grade_batch
+from services.reward.grading import grade_each
 from services.reward.pool import WorkerPool
 from services.reward.verdicts import Graded, Item, Verdict
 
@@ -48,13 +47,10 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         names = [one.grader or request.grader for one in request.items]
         graders = {name: self._grader(name) for name in {*names, request.grader}}
         items = [self._item(one) for one in request.items]
-        graded: list[pb.GradedItem] = [pb.GradedItem()] * len(items)
-        for name in dict.fromkeys(names):
-            places = [index for index, one in enumerate(names) if one == name]
-            found = await self._grade(name, graders[name], [items[index] for index in places])
-            for index, one in zip(places, found, strict=True):
-                graded[index] = one
-        return pb.GradeResponse(items=graded, grader_version=graders[request.grader].version)
+        asked = [(graders[name], item) for name, item in zip(names, items, strict=True)]
+        graded = await grade_each(asked, self._pool_of)
+        encoded = [self._encode(name, graders[name].version, one) for name, one in zip(names, graded, strict=True)]
+        return pb.GradeResponse(items=encoded, grader_version=graders[request.grader].version)
 
     async def ListGraders(
         self, request: pb.ListGradersRequest, context: grpc.aio.ServicerContext
@@ -86,19 +82,18 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             one.group_id,
         )
 
-    async def _grade(self, name: str, grader: Grader, items: Sequence[Item]) -> list[pb.GradedItem]:
-        pool = self._custom if self._custom and grader is self._custom_grader else self._pool
-        return [
-            pb.GradedItem(
-                verdict=f"VERDICT_{one.verdict.name}",
-                value=reward_of(one, self._spec),
-                reason=f"VERDICT_REASON_{one.reason.name}",
-                seconds=one.seconds,
-                grader=name,
-                grader_version=grader.version,
-            )
-            for one in await grade_batch(grader, items, pool)
-        ]
+    def _pool_of(self, grader: Grader) -> WorkerPool:
+        return self._custom if self._custom and grader is self._custom_grader else self._pool
+
+    def _encode(self, grader: str, version: str, graded: Graded) -> pb.GradedItem:
+        return pb.GradedItem(
+            verdict=f"VERDICT_{graded.verdict.name}",
+            value=reward_of(graded, self._spec),
+            reason=f"VERDICT_REASON_{graded.reason.name}",
+            seconds=graded.seconds,
+            grader=grader,
+            grader_version=version,
+        )
 
 
 def _metadata(text: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from services.reward.graders import GRADERS
 from services.reward.graders.symbolic import is_zero
 from services.reward.verdicts import Graded, Question, Reason, Verdict
 
+MAX_ERROR_CHARS = 500
+"""An exception's text may quote a whole response."""
 Decide = Callable[[Question], Graded]
 Loader = Callable[[str], Decide]
 """Finds the deciding function of a grader by its name; runs in workers."""
@@ -51,10 +53,10 @@ def encode_question(grader: str, question: Question) -> bytes:
     return json.dumps({"grader": grader, **asdict(question)}).encode() + b"\n"
 
 
-def decode_answer(line: bytes) -> Graded:
-    """What a worker answered."""
-    verdict, reason, value = json.loads(line)
-    return Graded(Verdict(verdict), Reason(reason), value=value)
+def decode_answer(line: bytes) -> tuple[Graded, str]:
+    """What a worker answered, and what went wrong in the grader; nothing if it did not."""
+    verdict, reason, value, failure = json.loads(line)
+    return Graded(Verdict(verdict), Reason(reason), value=value), failure
 
 
 def _answer(line: bytes, loader: Loader) -> bytes:
@@ -63,9 +65,9 @@ def _answer(line: bytes, loader: Loader) -> bytes:
     try:
         graded = loader(name)(Question(**content))
         return _encode(graded)
-    except Exception:  # noqa: BLE001  a grader may raise or return anything; it is counted as an error
-        return _encode(Graded(Verdict.ERROR))
+    except Exception as error:  # noqa: BLE001  a grader may raise or return anything; it is counted as an error
+        return _encode(Graded(Verdict.ERROR), f"{name}: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
 
-def _encode(graded: Graded) -> bytes:
-    return json.dumps([graded.verdict.value, graded.reason.value, graded.value]).encode() + b"\n"
+def _encode(graded: Graded, failure: str = "") -> bytes:
+    return json.dumps([graded.verdict.value, graded.reason.value, graded.value, failure]).encode() + b"\n"

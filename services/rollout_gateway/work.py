@@ -28,7 +28,7 @@ from services.rollout_gateway.stops import watch_stops
 
 GATHER_S = 0.1
 """Room that opens is gathered this long before work is asked for, so that engines admit prompts in fewer, larger steps:
-one that does runs without CUDA graphs, however few prompts it admits."""
+one that does takes longer, however few prompts it admits."""
 ANSWER_TOKENS = 4 << 20
 """Tokens that leases of one call may bring along, at most eight bytes each: half of what a message may hold."""
 STOP_S = 4.0

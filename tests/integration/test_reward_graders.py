@@ -14,9 +14,10 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
 from services.common.errors import InvalidArgument
 from services.common.rpc import call, open_channel
-from tests.integration.test_reward_service import START_S, running
+from tests.reward_service import START_S, running
 
 DEADLINE_S = 1.0
+VALUES = {"timeout": -0.5, "error": -0.25}
 REWARDS = """
 import asyncio
 
@@ -33,12 +34,16 @@ async def judge(item):
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rewards")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("rewards")
+
+
+@pytest.fixture(scope="module")
+def address(folder):
     (folder / "my_rewards.py").write_text(REWARDS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
-        own = {"grader": "my_rewards:judge", "custom_workers": 4, "custom_timeout_s": DEADLINE_S}
+        own = {"grader": "my_rewards:judge", "custom_workers": 4, "custom_timeout_s": DEADLINE_S, "values": VALUES}
         with running(folder, **own) as (_, address):
             yield address
 
@@ -60,7 +65,7 @@ def own(response: str) -> pb.GradeItem:
     return pb.GradeItem(response=response, prompt="ab", metadata=json.dumps({"worth": 0.5}))
 
 
-async def test_a_function_of_the_users_own_cannot_hang_the_service(stub):
+async def test_a_function_of_the_users_own_cannot_hang_the_service(stub, folder):
     began = time.monotonic()
     graded = await grade(stub, own("hang"), own("wait"), own("fail"), own("good"))
     assert time.monotonic() - began < DEADLINE_S + 2
@@ -68,6 +73,7 @@ async def test_a_function_of_the_users_own_cannot_hang_the_service(stub):
         *("VERDICT_TIMEOUT", "VERDICT_TIMEOUT", "VERDICT_ERROR", "VERDICT_SCORED")
     ]
     assert [one.value for one in graded] == [-0.5, -0.5, -0.25, 2.5]
+    assert "my_rewards:judge: RuntimeError: no judge" in (folder / "log").read_text()
 
 
 async def test_each_item_can_name_its_grader(stub):

@@ -149,6 +149,7 @@ async def test_the_users_own_code_keeps_network_and_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(2 * 3600)
 async def test_memory_stays_flat_with_one_bomb_in_a_hundred() -> None:
     """An hour, or what FLOTILLA_SOAK_S says, of questions that differ, of which every hundredth hangs."""
     from benchmarks.reward import soak

@@ -9,58 +9,31 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import tomli_w
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
 from services.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from services.common.rpc import call, open_channel
-from tests.conftest import free_ports
+from tests.reward_service import START_S, running
 
 TIMEOUT_S = 2.0
 WORKERS = 2
 SLOW = "+".join(f"1/(x+{n})" for n in range(1, 60))
 """Passes every filter of the rule and keeps sympy busy for longer than the deadline. Each test that
 asks has a label of its own, since the service remembers what ran into its deadline."""
-START_S = 60.0
 
 
-@contextmanager
-def running(tmp_path: Path, **reward: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A service process and its address."""
-    grpc_port, http_port = free_ports(2)
-    spec = {
-        "run_id": "rewards",
-        "model": {"hf_checkpoint": "model"},
-        "data": {"prompt_data": "prompts.jsonl", "max_prompt_tokens": 16},
-        "rollout": {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "max_response_tokens": 16},
-        "reward": {"timeout_s": TIMEOUT_S, "values": {"timeout": -0.5, "ungradable": -0.25, "error": -0.25}, **reward},
-        "services": {"reward": {"grpc_port": grpc_port, "http_port": http_port}},
-    }
-    (tmp_path / "model").mkdir(exist_ok=True)
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "prompts.jsonl").write_text("")
-    (tmp_path / "run.toml").write_text(tomli_w.dumps(spec))
-    command = [sys.executable, "-m", "services.reward", "--run", str(tmp_path / "run.toml")]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        yield process, f"127.0.0.1:{grpc_port}"
-    finally:
-        process.kill()
-        process.wait()
+VALUES = {"timeout": -0.5, "ungradable": -0.25, "error": -0.25}
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    with running(tmp_path_factory.mktemp("reward"), workers=WORKERS) as started:
+    with running(tmp_path_factory.mktemp("reward"), workers=WORKERS, timeout_s=TIMEOUT_S, values=VALUES) as started:
         yield started
 
 
@@ -226,7 +199,7 @@ async def test_graders_are_listed_with_their_digest(stub) -> None:
 
 
 async def test_a_full_queue_refuses_and_recovers(tmp_path: Path) -> None:
-    with running(tmp_path, workers=1, max_queue=2) as (_, address):
+    with running(tmp_path, workers=1, max_queue=2, timeout_s=TIMEOUT_S) as (_, address):
         async with open_channel(address) as channel:
             client = pb_grpc.RewardServiceStub(channel)
             await call(client.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=START_S)
@@ -245,7 +218,7 @@ async def test_a_full_queue_refuses_and_recovers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 async def test_no_process_is_left_after_the_end(tmp_path: Path, signum: signal.Signals) -> None:
-    with running(tmp_path, workers=2) as (process, address):
+    with running(tmp_path, workers=2, timeout_s=TIMEOUT_S) as (process, address):
         async with open_channel(address) as channel:
             client = pb_grpc.RewardServiceStub(channel)
             await call(client.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=START_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +57,7 @@ READ_THE_WHOLE_TEXT = {"f1", "ifbench"}
 """Rules that do not look for a box of their own; to the others the prefix makes no difference."""
 
 
+@lru_cache
 def find_grader(name: str) -> Grader | None:
     """The grader of this name, which may begin with `boxed_`: then only the last box is graded, without its braces."""
     grader = GRADERS.get(name.removeprefix(BOXED))
