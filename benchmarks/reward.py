@@ -31,13 +31,12 @@ from services.reward.graders import GRADERS, Grader
 from services.reward.grading import grade_batch
 from services.reward.pool import WorkerPool
 from services.reward.verdicts import Item, Question, Verdict
-from tests.reward_service import START_S, running
+from tests.reward_service import START_S, running, slow_sums
 
 WORKERS, TIMEOUT_S = 2, 1.0
 BATCH, CALLS_AT_ONCE, PASSES = 64, 4, 5
 NEIGHBOURS = 4
 SOAK_CACHE = 1000
-BOMB = "+".join(f"1/(x+{n})" for n in range(1, 60))
 BOMB_EVERY = 100
 
 
@@ -152,9 +151,9 @@ async def blast(grader: Grader, bad: Item, pool: WorkerPool, index: int) -> Blas
     """Grade a bad item and its neighbours at once, after neighbours of the same kind alone."""
     quiet_s = max(await asyncio.gather(*neighbours(pool, 2 * index)))
     began = time.monotonic()
-    bomb = asyncio.create_task(grade_batch(grader, [bad], pool))
+    blasting = asyncio.create_task(grade_batch(grader, [bad], pool))
     loud_s = max(await asyncio.gather(*neighbours(pool, 2 * index + 1)))
-    graded = (await bomb)[0]
+    graded = (await blasting)[0]
     verdict_s = time.monotonic() - began
     async with asyncio.timeout(60):
         while pool.alive < WORKERS:  # noqa: ASYNC110  nobody but this benchmark waits for it
@@ -171,6 +170,12 @@ def neighbours(pool: WorkerPool, number: int) -> list[asyncio.Task[float]]:
 def question(number: int) -> Question:
     """An easy one for sympy, and different for each number."""
     return Question(f"\\boxed{{x(x+{number})}}", f"x^2+{number}x")
+
+
+def bomb(number: int) -> Question:
+    """One that sympy does not answer in time."""
+    answer, label = slow_sums(number)
+    return Question(f"\\boxed{{{answer}}}", label)
 
 
 async def asked_s(pool: WorkerPool, asked: Question) -> float:
@@ -206,8 +211,7 @@ async def soak(seconds: float) -> Soak:
         nonlocal asked
         while time.monotonic() - began < seconds:
             asked += 1
-            bomb = asked % BOMB_EVERY == 0
-            await pool.ask("deepscaler", Question(f"\\boxed{{{BOMB}+{asked}}}", "x") if bomb else question(asked))
+            await pool.ask("deepscaler", question(asked) if asked % BOMB_EVERY else bomb(asked))
 
     async def measure() -> None:
         while (now := time.monotonic() - began) < seconds:

@@ -16,6 +16,17 @@ from tests.conftest import free_ports
 START_S = 60.0
 
 
+def slow_sums(number: int) -> tuple[str, str]:
+    """An answer and a label that are equal, which sympy needs longer than any deadline here to tell.
+
+    Both pass every filter of the rule. Each test takes a number of its own: the service remembers what ran into its
+    deadline.
+    """
+    answer = "+".join(f"1/(x+{n})" for n in range(1, 60))
+    label = "+".join(f"{n}/({n}*x+{n * n})" for n in range(1, 60))
+    return f"{answer}+{number}", f"{label}+{number}"
+
+
 @contextmanager
 def running(folder: Path, **reward: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A service process and its address; `reward` is the run spec's section."""

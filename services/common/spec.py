@@ -26,7 +26,7 @@ LAYOUT_SECTIONS = {"run_dir", "services", "redis"}
 HOOK = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 """A function by import path, `package.module:function`."""
 
-BUILT_IN_GRADERS = ("deepscaler", "math", "dapo", "f1", "gpqa", "ifbench")
+BUILT_IN_GRADERS = ("deepscaler", "deepscaler_plus", "math", "dapo", "f1", "gpqa", "ifbench")
 REMOTE_GRADER = "remote"
 MAX_CUSTOM_TIMEOUT_S = 600.0
 BOXED = "boxed_"

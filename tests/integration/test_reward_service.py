@@ -19,15 +19,10 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
 from services.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from services.common.rpc import call, open_channel
-from tests.reward_service import START_S, running
+from tests.reward_service import START_S, running, slow_sums
 
 TIMEOUT_S = 2.0
 WORKERS = 2
-SLOW = "+".join(f"1/(x+{n})" for n in range(1, 60))
-"""Passes every filter of the rule and keeps sympy busy for longer than the deadline. Each test that
-asks has a label of its own, since the service remembers what ran into its deadline."""
-
-
 VALUES = {"timeout": -0.5, "ungradable": -0.25, "error": -0.25}
 
 
@@ -126,7 +121,7 @@ HOSTILE = {
     "decimal exponent": "1e999999999",
     "falling factorial": "ff(9^9,9^8)",
     "nested powers": "(((x+y+1)^9)^9)^9",
-    "slow sum": SLOW,
+    "slow sum": slow_sums(0)[0],
     "brackets": "(" * 20_000 + "x" + ")" * 20_000,
     "megabyte": "\\frac{1}{x} + " * 75_000,
     "megabyte of braces": "{}" * 500_000,
@@ -151,7 +146,7 @@ def test_no_code_of_a_response_ran() -> None:
 
 
 async def test_a_deadline_that_passes_is_a_verdict(stub) -> None:
-    answer = await call(stub.Grade, request(item(SLOW, "x")), timeout_s=30)
+    answer = await call(stub.Grade, request(item(*slow_sums(1))), timeout_s=30)
     assert (answer.items[0].verdict, answer.items[0].value) == (pb.VERDICT_TIMEOUT, -0.5)
     assert answer.items[0].seconds == pytest.approx(TIMEOUT_S, abs=0.7)
 
@@ -162,7 +157,7 @@ async def test_killed_workers_are_replaced_and_their_questions_asked_again(servi
 
     await asyncio.to_thread(wait_until, lambda: len(workers()) == WORKERS, "workers that earlier tests cost")
     killed = workers()
-    grading = asyncio.ensure_future(call(stub.Grade, request(item(SLOW, "3x"), item("x+x", "2x")), timeout_s=30))
+    grading = asyncio.ensure_future(call(stub.Grade, request(item(*slow_sums(2)), item("x+x", "2x")), timeout_s=30))
     await asyncio.to_thread(wait_until, lambda: busy_ones(killed), "a worker to begin")
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
@@ -177,7 +172,7 @@ async def test_a_cancelled_call_frees_its_worker(service, stub) -> None:
         return busy_ones(descendants(service[0].pid))
 
     with pytest.raises(DeadlineExceeded):
-        await call(stub.Grade, request(item(SLOW, "4x"), item(SLOW, "5x")), timeout_s=0.5)
+        await call(stub.Grade, request(item(*slow_sums(3)), item(*slow_sums(4))), timeout_s=0.5)
     began = time.monotonic()
     answer = await call(stub.Grade, request(item("x+x", "2x")), timeout_s=30)
     assert answer.items[0].value == 1.0
@@ -203,7 +198,7 @@ async def test_a_full_queue_refuses_and_recovers(tmp_path: Path) -> None:
         async with open_channel(address) as channel:
             client = pb_grpc.RewardServiceStub(channel)
             await call(client.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=START_S)
-            slow = request(item(SLOW, "x"), item(SLOW, "2x"))
+            slow = request(item(*slow_sums(5)), item(*slow_sums(6)))
             first = asyncio.ensure_future(call(client.Grade, slow, timeout_s=30))
             await asyncio.sleep(0.3)
             with pytest.raises(ResourceExhausted) as refused:
@@ -224,7 +219,7 @@ async def test_no_process_is_left_after_the_end(tmp_path: Path, signum: signal.S
             await call(client.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=START_S)
             children = descendants(process.pid)
             assert len(children) >= 3
-            slow = asyncio.ensure_future(call(client.Grade, request(item(SLOW, "x")), timeout_s=30))
+            slow = asyncio.ensure_future(call(client.Grade, request(item(*slow_sums(7))), timeout_s=30))
             await asyncio.sleep(0.3)
             process.send_signal(signum)
             await asyncio.gather(slow, return_exceptions=True)

@@ -10,7 +10,20 @@ from pathlib import Path
 from types import ModuleType
 
 from services.common.spec import BOXED, BUILT_IN_GRADERS
-from services.reward.graders import dapo, deepscaler, f1, gpqa, ifbench, latex_symbols, latex_text, math, symbolic
+from services.reward.graders import (
+    dapo,
+    deepscaler,
+    deepscaler_plus,
+    expressions,
+    f1,
+    gpqa,
+    ifbench,
+    latex_symbols,
+    latex_text,
+    math,
+    plus,
+    symbolic,
+)
 from services.reward.verdicts import Graded, Item, Question, Reason
 
 
@@ -26,9 +39,14 @@ class Grader:
     decide: Callable[[Question], Graded]
 
 
-def _digest(*modules: object) -> str:
-    sources = (Path(str(getattr(module, "__file__", ""))).read_bytes() for module in modules)
+def _digest(*modules: ModuleType) -> str:
+    sources = (path.read_bytes() for module in modules for path in _files(Path(str(module.__file__))))
     return hashlib.sha256(b"".join(sources)).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    """The source of a module; that of a package is all of its files."""
+    return sorted(path.parent.glob("*.py")) if path.name == "__init__.py" else [path]
 
 
 def _undecided(question: Question) -> Graded:
@@ -44,6 +62,7 @@ def _grader(rule: ModuleType, *parts: ModuleType) -> Grader:
 _DEEPSCALER = (deepscaler, latex_text, latex_symbols, symbolic)
 _RULES = (
     _grader(*_DEEPSCALER),
+    _grader(deepscaler_plus, plus, expressions),
     _grader(math, *_DEEPSCALER),
     _grader(dapo, deepscaler),
     _grader(f1),

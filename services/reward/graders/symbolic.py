@@ -8,6 +8,7 @@ arithmetic, numbers, symbols and a short list of functions are allowed, and look
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ MAX_POWER_BITS = 1 << 20
 """Size of an integer power, in bits: computed in a millisecond, printed in ten."""
 MAX_FACTORIAL = 100_000
 MAX_DECIMAL_EXPONENT = 5000
+MIN_DIFFERENCE = 1e-6
+_POINT = sympy.Rational(12345, 6789)
 
 _TRANSFORMATIONS = (*standard_transformations, implicit_multiplication_application)
 _NAMES = {name: getattr(sympy, name) for name in sympy.__all__}
@@ -42,7 +45,20 @@ class Refused(ValueError):
 
 def is_zero(text: str) -> bool:
     """True if sympy simplifies the expression to 0. Raises Refused, or whatever sympy raises on what it cannot do."""
-    return bool(sympy.simplify(parse(text)) == 0)
+    expression = parse(text)
+    return not _differs_from_zero(expression) and bool(sympy.simplify(expression) == 0)
+
+
+def _differs_from_zero(expression: Any) -> bool:
+    """Whether the value at a point says so beyond doubt, in a tenth of the time that simplifying takes."""
+    if not isinstance(expression, sympy.Expr) or expression.has(sympy.Float):
+        return False
+    names = sorted(expression.free_symbols, key=str)
+    try:
+        value = abs(complex(expression.evalf(subs={name: _POINT + index for index, name in enumerate(names)})))
+    except Exception:  # noqa: BLE001  of sympy's many kinds: there is no value to tell by
+        return False
+    return MIN_DIFFERENCE < value < math.inf
 
 
 def parse(text: str) -> Any:

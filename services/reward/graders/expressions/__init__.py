@@ -1,0 +1,1 @@
+"""Mathematical expressions: read from LaTeX or plain text, and compared by their values, within bounds."""
