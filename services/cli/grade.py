@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from services.cli.run_argument import refuse
+from services.common.spec import RewardSpec, explain
 
 if TYPE_CHECKING:
     from services.reward.files import GradedRow
@@ -48,10 +50,19 @@ class Summary:
 
 def grade(
     file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Rows with response and label.")],
-    grader: Annotated[str, typer.Option("--grader", help="Its name; a row's metadata.rm_type goes before it.")],
+    grader: Annotated[
+        str, typer.Option("--grader", help="As reward.grader in a run spec; a row's metadata.rm_type goes before it.")
+    ],
     output: Annotated[Path | None, typer.Option("--output", help="Write the rows with their verdicts here.")] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Processes.")] = (os.cpu_count() or 1) + 1,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.01, help="Deadline of a row, in seconds.")] = 1.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.01, help="Deadline of a row, in s: 1, of your own grader 10."),
+    ] = None,
+    remote_url: Annotated[str, typer.Option("--remote-url", help="Where the grader `remote` asks.")] = "",
+    per_group: Annotated[
+        bool, typer.Option("--per-group", help="The function takes all rows of a group_id, side by side in the file.")
+    ] = False,
     require_think: Annotated[
         bool, typer.Option("--require-think/--no-require-think", help="No reward without a closed <think>.")
     ] = True,
@@ -61,17 +72,35 @@ def grade(
         from services.reward.files import BadRow, grade_file, read_rows  # here, because only this command needs sympy
     except ModuleNotFoundError as error:
         refuse(f"flotilla grade needs {error.name}; install it with `pip install {error.name}`")
+    own = {} if timeout is None else {"timeout_s": timeout, "custom_timeout_s": timeout}
+    spec = _reward_spec(
+        grader=grader,
+        workers=workers,
+        custom_workers=workers,
+        remote_url=remote_url,
+        custom_per_group=per_group,
+        require_think=require_think,
+        **own,
+    )
     summary, began = Summary(), time.monotonic()
     try:
-        rows = sum(1 for _ in read_rows(file, grader, require_think))
+        rows = sum(1 for _ in read_rows(file, spec))
         with Progress(
             console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal
         ) as bar:
             count = _counter(summary, bar, rows)
-            grade_file(read_rows(file, grader, require_think), output, workers, timeout, count)
+            grade_file(read_rows(file, spec), spec, output, count)
     except (BadRow, OSError) as error:
         refuse(error)
     _show(summary, time.monotonic() - began)
+
+
+def _reward_spec(**fields: object) -> RewardSpec:
+    """What a run spec would say. Exits if it cannot be used."""
+    try:
+        return RewardSpec.model_validate(fields)
+    except ValidationError as error:
+        refuse(explain("reward", error))
 
 
 def _counter(summary: Summary, bar: Progress, rows: int) -> Callable[[GradedRow], None]:

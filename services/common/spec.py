@@ -318,13 +318,15 @@ class RewardSpec(Strict):
     """Items that may wait; more are refused."""
     values: RewardValues = RewardValues()
     """What verdicts are worth."""
-    remote_url: str = Field(default="", pattern=r"^(https?://\S+)?$")
-    """Where grader `remote` asks: POST of JSON {prompt, response, label, metadata}, answered by a number or
-    {"reward": number}."""
+    remote_url: str = Field(default="", pattern=r"^(https?://\S+|grpc://[^\s/]+:\d+/\S+)?$")
+    """Where grader `remote` asks. http(s)://...: POST of JSON {prompt, response, label, metadata}, answered by a number
+    or {"reward": number}. grpc://host:port/grader: a service that speaks flotilla.reward.v1."""
     custom_workers: int = Field(default=8, ge=1)
     """Worker processes of grader `remote` or of a function of your own: so many items are graded at a time."""
     custom_timeout_s: float = Field(default=10.0, gt=0, le=MAX_CUSTOM_TIMEOUT_S)
-    """Deadline of one item of these, from its dispatch to a worker."""
+    """Deadline of one item (or group) of these, from its dispatch to a worker."""
+    custom_per_group: bool = False
+    """The function takes a list, the items of a group, and returns as many rewards, in their order."""
 
     @field_validator("grader")
     @classmethod
@@ -334,9 +336,11 @@ class RewardSpec(Strict):
         return value
 
     @model_validator(mode="after")
-    def _remote_has_a_url(self) -> Self:
+    def _custom_fields_fit(self) -> Self:
         if (self.grader == REMOTE_GRADER) != bool(self.remote_url):
             raise ValueError('reward.remote_url belongs to reward.grader = "remote": give both or none')
+        if self.custom_per_group and ":" not in self.grader:
+            raise ValueError("reward.custom_per_group belongs to a function of your own in reward.grader")
         return self
 
     @property
@@ -546,7 +550,7 @@ def load_run(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, st
     try:
         spec = RunSpec.model_validate(table)
     except ValidationError as error:
-        raise SpecError(_explain(path, error)) from None
+        raise SpecError(explain(str(path), error)) from None
     return _resolve_paths(spec, path.resolve().parent)
 
 
@@ -573,16 +577,17 @@ def _set(table: dict[str, Any], keys: list[str], text: str, origin: str) -> None
             node = node.setdefault(key, {})
 
 
-def _explain(path: Path, error: ValidationError) -> str:
+def explain(origin: str, error: ValidationError) -> str:
+    """One line for each thing that is wrong, with where it was said and the field."""
     lines = []
     for one in error.errors():
         field = ".".join(str(part) for part in one["loc"])
         if one["type"] == "extra_forbidden":
-            lines.append(f"{path}: {field}: unknown key; remove it or correct its spelling")
+            lines.append(f"{origin}: {field}: unknown key; remove it or correct its spelling")
         elif one["type"] == "missing":
-            lines.append(f"{path}: {field}: missing; add it")
+            lines.append(f"{origin}: {field}: missing; add it")
         else:
-            lines.append(": ".join(filter(None, (str(path), field, one["msg"].removeprefix("Value error, ")))))
+            lines.append(": ".join(filter(None, (origin, field, one["msg"].removeprefix("Value error, ")))))
     return "\n".join(lines)
 
 

@@ -22,10 +22,10 @@ from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
 from services.common.errors import InvalidArgument
 from services.common.service import ServiceHost
 from services.common.spec import RewardSpec
-from services.reward.custom import custom_grader, custom_pool
+from services.reward.custom import custom_grader
 from services.reward.graders import GRADERS, Grader, find_grader
 from services.reward.grading import grade_each
-from services.reward.pool import WorkerPool
+from services.reward.pools import Pools
 from services.reward.verdicts import Graded, Item, Verdict
 
 MAX_ITEMS = 1024
@@ -35,10 +35,9 @@ SERVICE_NAME = "flotilla.reward.v1.RewardService"
 class RewardServicer(pb_grpc.RewardServiceServicer):
     """Grades in the order of arrival; holds no state."""
 
-    def __init__(self, spec: RewardSpec, pool: WorkerPool, custom: WorkerPool | None) -> None:
-        """`custom` are the workers of the run's own grader, if it has one."""
-        self._spec, self._pool, self._custom = spec, pool, custom
-        self._custom_grader = custom_grader(spec)
+    def __init__(self, spec: RewardSpec, pools: Pools) -> None:
+        self._spec, self._pools = spec, pools
+        self._custom_grader = custom_grader(spec) if spec.is_custom else None
 
     async def Grade(self, request: pb.GradeRequest, context: grpc.aio.ServicerContext) -> pb.GradeResponse:
         """One verdict for each item, in order."""
@@ -48,7 +47,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         graders = {name: self._grader(name) for name in {*names, request.grader}}
         items = [self._item(one) for one in request.items]
         asked = [(graders[name], item) for name, item in zip(names, items, strict=True)]
-        graded = await grade_each(asked, self._pool_of)
+        graded = await grade_each(asked, self._pools.of)
         encoded = [self._encode(name, graders[name].version, one) for name, one in zip(names, graded, strict=True)]
         return pb.GradeResponse(items=encoded, grader_version=graders[request.grader].version)
 
@@ -57,7 +56,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
     ) -> pb.ListGradersResponse:
         """The graders, sorted by name."""
         found = {one.name: one for one in GRADERS.values()}
-        if self._custom:
+        if self._custom_grader:
             found[self._spec.grader] = self._custom_grader
         return pb.ListGradersResponse(
             graders=[
@@ -66,7 +65,8 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         )
 
     def _grader(self, name: str) -> Grader:
-        grader = self._custom_grader if self._custom and name == self._spec.grader else find_grader(name)
+        grader = self._custom_grader if name == self._spec.grader else None
+        grader = grader or find_grader(name)
         if grader is None:
             raise InvalidArgument(f"unknown grader {name!r}; there are: {', '.join(GRADERS)}", "grader")
         return grader
@@ -81,9 +81,6 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             _metadata(one.metadata),
             one.group_id,
         )
-
-    def _pool_of(self, grader: Grader) -> WorkerPool:
-        return self._custom if self._custom and grader is self._custom_grader else self._pool
 
     def _encode(self, grader: str, version: str, graded: Graded) -> pb.GradedItem:
         return pb.GradedItem(
@@ -116,18 +113,15 @@ def reward_of(graded: Graded, spec: RewardSpec) -> float:
 async def set_up(host: ServiceHost) -> None:
     """Start the workers and the servicer."""
     spec = host.spec.reward
-    pool = WorkerPool(spec.workers, spec.timeout_s, spec.max_queue)
-    custom = custom_pool(spec) if spec.is_custom else None
-    pools = [pool, custom] if custom else [pool]
-    host.on_stop.extend(one.stop for one in pools)
-    host.board.checks["workers"] = lambda: "" if all(one.alive for one in pools) else "no grader process runs"
+    pools = Pools(spec)
+    host.on_stop.append(pools.stop)
+    host.board.checks["workers"] = lambda: "" if all(one.alive for one in pools.all) else "no grader process runs"
     host.board.details = lambda: {
-        "workers": pool.alive,
-        "workers_without_network": pool.cut_off,
-        "custom_workers": custom.alive if custom else 0,
-        "questions": sum(one.reserved for one in pools),
+        "workers": pools.built_in.alive,
+        "workers_without_network": pools.built_in.cut_off,
+        "custom_workers": pools.custom.alive if pools.custom else 0,
+        "questions": sum(one.reserved for one in pools.all),
     }
     with host.board.waiting("grader processes to start"):
-        for one in pools:
-            await one.start()
-    host.serve(SERVICE_NAME, pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(spec, pool, custom))
+        await pools.start()
+    host.serve(SERVICE_NAME, pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(spec, pools))

@@ -70,3 +70,5 @@ class Graded:
     """Time in the grader."""
     value: float | None = None
     """Partial credit; without it the run's configuration says what verdict and reason are worth."""
+    values: tuple[float, ...] = ()
+    """Of the items of a group, in order, from a grader that judges them together."""

@@ -55,8 +55,8 @@ def encode_question(grader: str, question: Question) -> bytes:
 
 def decode_answer(line: bytes) -> tuple[Graded, str]:
     """What a worker answered, and what went wrong in the grader; nothing if it did not."""
-    verdict, reason, value, failure = json.loads(line)
-    return Graded(Verdict(verdict), Reason(reason), value=value), failure
+    verdict, reason, value, values, failure = json.loads(line)
+    return Graded(Verdict(verdict), Reason(reason), value=value, values=tuple(values)), failure
 
 
 def _answer(line: bytes, loader: Loader) -> bytes:
@@ -70,4 +70,5 @@ def _answer(line: bytes, loader: Loader) -> bytes:
 
 
 def _encode(graded: Graded, failure: str = "") -> bytes:
-    return json.dumps([graded.verdict.value, graded.reason.value, graded.value, failure]).encode() + b"\n"
+    answer = [graded.verdict.value, graded.reason.value, graded.value, graded.values, failure]
+    return json.dumps(answer).encode() + b"\n"

@@ -1,12 +1,16 @@
 """Graders by row, and graders of the user's own, through the real service; nothing is faked.
 
-The user's module lies in a folder on PYTHONPATH, as a user's would.
+The user's module lies in a folder on PYTHONPATH, as a user's would; the remote service is one of ours.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
 from services.common.errors import InvalidArgument
 from services.common.rpc import call, open_channel
+from services.common.spec import BUILT_IN_GRADERS
 from tests.reward_service import START_S, running
 
 DEADLINE_S = 1.0
@@ -30,6 +35,12 @@ async def judge(item):
     if item.response == "fail":
         raise RuntimeError("no judge")
     return {"reward": item.metadata["worth"] + len(item.prompt)}
+
+def rank(items):
+    if any(one.response == "fail" for one in items):
+        return [1.0]
+    longest = max(len(one.response) for one in items)
+    return [len(one.response) / longest for one in items]
 """
 
 
@@ -56,9 +67,19 @@ async def stub(address):
         yield client
 
 
-async def grade(stub, *items: pb.GradeItem) -> list[pb.GradedItem]:
-    answer = await call(stub.Grade, pb.GradeRequest(grader="my_rewards:judge", items=items), timeout_s=30)
+async def grade(stub, *items: pb.GradeItem, grader: str = "my_rewards:judge") -> list[pb.GradedItem]:
+    answer = await call(stub.Grade, pb.GradeRequest(grader=grader, items=items), timeout_s=30)
     return list(answer.items)
+
+
+@asynccontextmanager
+async def serving(folder: Path, **reward: object) -> AsyncIterator[pb_grpc.RewardServiceAsyncStub]:
+    """The stub of a service of its own that is ready."""
+    with running(folder, **reward) as (_, address):
+        async with open_channel(address) as channel:
+            client = pb_grpc.RewardServiceStub(channel)
+            await call(client.ListGraders, pb.ListGradersRequest(), timeout_s=5, patience_s=START_S)
+            yield client
 
 
 def own(response: str) -> pb.GradeItem:
@@ -98,5 +119,42 @@ async def test_an_item_that_cannot_be_graded_is_refused(stub, broken):
 
 async def test_the_list_names_the_graders_with_their_versions(stub):
     listed = (await call(stub.ListGraders, pb.ListGradersRequest(), timeout_s=5)).graders
-    assert {"deepscaler", "math", "dapo", "f1", "gpqa", "ifbench", "my_rewards:judge"} <= {one.name for one in listed}
+    assert {*BUILT_IN_GRADERS, "my_rewards:judge"} == {one.name for one in listed}
     assert all(one.version for one in listed) and all(len(one.digest) == 64 for one in listed if ":" not in one.name)
+
+
+async def test_a_slow_grader_does_not_hold_up_the_others_of_its_batch(stub):
+    answering = asyncio.create_task(grade(stub, own("wait"), pb.GradeItem(response="x", label="x", grader="f1")))
+    began = time.monotonic()
+    await grade(stub, pb.GradeItem(response=r"\boxed{x+x}", label="2x", grader="math"))
+    assert time.monotonic() - began < DEADLINE_S / 2
+    assert [one.value for one in await answering] == [-0.5, 1.0]
+
+
+async def test_a_function_for_groups_sees_each_group_whole(folder, tmp_path, monkeypatch, address):
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    async with serving(tmp_path, grader="my_rewards:rank", custom_per_group=True, values=VALUES) as stub:
+        said = [("a", "xxxx"), ("b", "x"), ("a", "x"), ("b", "xx"), ("c", "fail"), ("c", "x")]
+        items = [pb.GradeItem(response=response, group_id=group) for group, response in said]
+        graded = await grade(stub, *items, grader="my_rewards:rank")
+    assert [one.value for one in graded] == [1.0, 0.5, 0.25, 1.0, -0.25, -0.25]
+    assert [one.verdict for one in graded] == [pb.VERDICT_SCORED] * 4 + [pb.VERDICT_ERROR] * 2
+
+
+async def test_a_remote_service_is_asked_over_grpc(address, tmp_path):
+    remote = {"grader": "remote", "remote_url": f"grpc://{address}/math", "values": VALUES}
+    async with serving(tmp_path, **remote) as stub:
+        items = [pb.GradeItem(response=rf"\boxed{{{answer}}}", label="2x") for answer in ("x+x", "3x")]
+        graded = await grade(stub, *items, pb.GradeItem(response="no box", label=""), grader="remote")
+    assert [(one.value, one.reason) for one in graded[:2]] == [
+        (1.0, pb.VERDICT_REASON_CORRECT),
+        (0.0, pb.VERDICT_REASON_WRONG),
+    ]
+    assert graded[2].verdict == pb.VERDICT_UNGRADABLE
+
+
+async def test_a_remote_service_that_does_not_answer_is_an_error(tmp_path):
+    remote = {"grader": "remote", "remote_url": "grpc://127.0.0.1:9/math", "values": VALUES}
+    async with serving(tmp_path, **remote) as stub:
+        (graded,) = await grade(stub, own("x"), grader="remote")
+    assert (graded.verdict, graded.value) == (pb.VERDICT_ERROR, -0.25)

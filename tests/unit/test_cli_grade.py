@@ -87,3 +87,46 @@ def test_an_unknown_grader_and_a_missing_file_are_refused(tmp_path: Path) -> Non
 def test_an_empty_file_gives_an_empty_file(tmp_path: Path) -> None:
     assert run(write(tmp_path / "in.jsonl"), "--output", tmp_path / "out.jsonl").exit_code == 0
     assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+OWN = """
+def length(item):
+    return {"reward": len(item.response) / len(item.label)}
+
+def share(items):
+    return [1 / len(items)] * len(items)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "length_reward.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def values(tmp_path: Path) -> list[float]:
+    return [json.loads(line)["value"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_function_of_the_users_own_grades_beside_a_rows_own_choice(tmp_path: Path, own: None) -> None:
+    rows = [{"response": "ab", "label": "abcd"}, row("x+x", metadata={"rm_type": "deepscaler_plus"})]
+    done = run(write(tmp_path / "in.jsonl", *rows), "--output", tmp_path / "out.jsonl", grader="length_reward:length")
+    assert done.exit_code == 0, done.output
+    assert values(tmp_path) == [0.5, 1.0]
+
+
+def test_groups_stay_together_whatever_their_size(tmp_path: Path, own: None) -> None:
+    rows = [{"response": "r", "label": "l", "group_id": group} for group in ["a"] * 200 + ["b"] * 100 + ["c"] * 4]
+    done = run(
+        *(write(tmp_path / "in.jsonl", *rows), "--per-group", "--output", tmp_path / "out.jsonl"),
+        grader="length_reward:share",
+    )
+    assert done.exit_code == 0, done.output
+    assert values(tmp_path) == [1 / 200] * 200 + [1 / 100] * 100 + [1 / 4] * 4
+
+
+def test_options_that_do_not_fit_the_grader_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", row("1"))
+    assert "remote_url" in run(file, grader="remote").output
+    assert "custom_per_group" in run(file, "--per-group").output
+    assert "no `group_id`" in run(file, "--per-group", grader="length_reward:share").output

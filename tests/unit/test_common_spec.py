@@ -132,6 +132,8 @@ def test_graders_are_accepted_by_name(run_file, grader):
         "reward.grader=remote",
         "reward.remote_url=http://localhost:1",
         'reward={grader = "remote", remote_url = "file:///etc/passwd"}',
+        'reward={grader = "remote", remote_url = "grpc://host:1"}',
+        "reward.custom_per_group=true",
         "reward.values.wrong=nan",
         "reward.values.unknown=1",
         "rollout.lease_ttl_s=inf",

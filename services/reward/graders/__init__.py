@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +37,9 @@ class Grader:
     """SHA-256 of the source of the rule, in hexadecimal."""
     grade_cheaply: Callable[[Item], Graded | Question]
     decide: Callable[[Question], Graded]
+    ask_about_group: Callable[[Sequence[Item]], Question] | None = None
+    """Set in a rule that judges the items of a group together: the question about all of them, instead of the cheap
+    part."""
 
 
 def _digest(*modules: ModuleType) -> str:

@@ -1,0 +1,46 @@
+"""Asking a server about one item; runs in workers, which are killed at their deadline."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+from services.common.spec import MAX_CUSTOM_TIMEOUT_S
+from services.reward.verdicts import Graded, Item, Reason, Verdict
+
+
+def post(url: str, item: Item) -> Any:
+    """What a server answers to a POST of JSON {prompt, response, label, metadata}. Raises OSError and ValueError."""
+    about = asdict(item)
+    body = json.dumps({name: about[name] for name in ("prompt", "response", "label", "metadata")}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310  a run spec allows http(s) only
+    with urllib.request.urlopen(request, timeout=MAX_CUSTOM_TIMEOUT_S) as answer:  # noqa: S310
+        return json.load(answer)
+
+
+def ask_service(url: str, item: Item) -> Graded:
+    """The verdict of a service that speaks flotilla.reward.v1, at `grpc://host:port/grader`. Raises grpc.RpcError."""
+    import grpc  # here, because it must not be used before the fork
+
+    from flotilla.reward.v1 import reward_pb2 as pb
+    from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
+    from services.common.rpc import CHANNEL_OPTIONS
+
+    where = urlsplit(url)
+    asked = pb.GradeItem(
+        response=item.response,
+        label=item.label,
+        truncated=item.truncated,
+        metadata=json.dumps(dict(item.metadata)),
+        prompt=item.prompt,
+        group_id=item.group_id,
+    )
+    request = pb.GradeRequest(grader=where.path.strip("/"), items=[asked])
+    with grpc.insecure_channel(where.netloc, options=CHANNEL_OPTIONS) as channel:
+        (found,) = pb_grpc.RewardServiceStub(channel).Grade(request, timeout=MAX_CUSTOM_TIMEOUT_S).items
+    verdict = Verdict[pb.Verdict.Name(found.verdict).removeprefix("VERDICT_")]
+    reason = Reason[pb.VerdictReason.Name(found.reason).removeprefix("VERDICT_REASON_")]
+    return Graded(verdict, reason, value=found.value if verdict is Verdict.SCORED else None)
