@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -30,26 +31,25 @@ def e4m3_values(codes: np.ndarray) -> np.ndarray:
     return np.where(codes & 0x80, -1.0, 1.0) * E4M3_MAGNITUDES[codes & 0x7F]
 
 
-def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[R, C] float32 to codes [R, C] uint8 and scales [ceil(R/128), ceil(C/128)] float32, a block at a time."""
-    rows, columns = x.shape
-    codes = np.empty((rows, columns), np.uint8)
-    scales = np.empty((-(-rows // 128), -(-columns // 128)), np.float32)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = x[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
-            scale = np.float32(max(np.abs(block).max(), np.float32(1e-12))) / np.float32(448)
-            scales[i, j] = scale
-            scaled = np.clip(block / scale, np.float32(-448), np.float32(448))
-            codes[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128] = e4m3_codes(scaled)
+def quantize(x: np.ndarray, block: tuple[int, int] = (128, 128), ue8m0: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """[R, C] float32 to codes [R, C] uint8 and scales [B, D] float32, a block (rows, columns) at a time."""
+    codes = np.empty(x.shape, np.uint8)
+    scales = np.empty([-(-size // side) for size, side in zip(x.shape, block, strict=True)], np.float32)
+    for i, j in np.ndindex(*scales.shape):
+        inside = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+        scale = np.float32(max(np.abs(x[inside]).max(), np.float32(1e-12))) / np.float32(448)
+        scale = np.float32(2.0 ** math.ceil(math.log2(scale))) if ue8m0 else scale
+        scales[i, j] = scale
+        codes[inside] = e4m3_codes(np.clip(x[inside] / scale, np.float32(-448), np.float32(448)))
     return codes, scales
 
 
-def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantize(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int] = (128, 128)) -> np.ndarray:
     """[R, C] float32."""
     rows, columns = codes.shape
-    spread = np.repeat(np.repeat(scales, 128, axis=0), 128, axis=1)[:rows, :columns]
-    return (e4m3_values(codes).astype(np.float32) * spread).astype(np.float32)
+    spread = np.repeat(np.repeat(scales, block[0], axis=0), block[1], axis=1)[:rows, :columns]
+    with np.errstate(over="ignore"):  # a scale of UE8M0 may be twice what the largest value needs
+        return (e4m3_values(codes).astype(np.float32) * spread).astype(np.float32)
 
 
 def digest(tensors: dict[str, bytes]) -> str:
