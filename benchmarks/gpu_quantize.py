@@ -1,4 +1,4 @@
-"""Speed of the kernels of weight_sync on one GPU: block quantisation, encoding of a bucket, digest.
+"""Speed of the kernels of weight_sync on one GPU: quantisation, decoding, encoding of a bucket, digest.
 
     python -m benchmarks.gpu_quantize --out quantize.json
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,24 +24,38 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.models import qwen3_linears
 from benchmarks.records import table, write_record
 from services.weight_sync.digest_torch import digest_bucket
 from services.weight_sync.digest_triton import digest_cuda
-from services.weight_sync.layout import offsets, padded, quantised_bytes
-from services.weight_sync.quantize import Placement, quantize_reference, values_and_scales
-from services.weight_sync.quantize_triton import quantize_cuda
+from services.weight_sync.layout import BLOCK_128, CHANNEL, TENSOR, Scaling, padded, quantised_bytes
+from services.weight_sync.quantize import (
+    Encoded,
+    Placement,
+    dequantize_reference,
+    quantize,
+    quantize_reference,
+    values_and_scales,
+)
+from services.weight_sync.quantize_cuda import dequantize_cuda, quantize_cuda
 from services.weight_sync.records import WireBucket, WireFormat, WireTensor
 from services.weight_sync.wire import encode_bucket
 
-WORKLOADS = [(24, 8192, 7168), (64, 2048, 7168)]
-"""Matrices, rows, columns."""
-QUANTISE_WARPS = [8, 16]
+WORKLOADS = {
+    "24 x [8192, 7168]": [(8192, 7168)] * 24,
+    "64 x [2048, 7168]": [(2048, 7168)] * 64,
+    "Qwen3-0.6B, all linear layers": qwen3_linears("0.6b"),
+}
+"""Matrices of one launch."""
+QUANTISE_WARPS = [4, 8]
+SCALINGS = {"rows": CHANNEL, "matrices": TENSOR, "blocks, UE8M0": Scaling(128, 128, ue8m0=True)}
 DIGEST_WARPS = [4, 8]
 COPY_BYTES = 2 << 30
 DIGEST_TENSOR_BYTES = 64 << 20
 DIGEST_TENSORS = [8, 64]
 """As many as a bucket has, and so many that the kernel alone counts."""
 REPEATS = 20
+Shape = tuple[int, int]
 FP8, PLAIN = WireFormat.FP8_BLOCK_128, WireFormat.PLAIN
 
 
@@ -87,8 +101,12 @@ def main() -> None:
 def measure() -> Iterator[Figure]:
     """Every figure, one workload after the other."""
     yield device_copy()
-    for workload in WORKLOADS:
-        yield from quantisation(*workload)
+    for workload, shapes in WORKLOADS.items():
+        yield from quantisation(workload, shapes)
+        yield from decoding(workload, shapes)
+        torch.cuda.empty_cache()
+    for variant, scaling in SCALINGS.items():
+        yield from other_scaling("24 x [8192, 7168]", variant, scaling)
         torch.cuda.empty_cache()
     for count in DIGEST_TENSORS:
         yield from digest(count)
@@ -101,32 +119,68 @@ def device_copy() -> Figure:
     return timed("device copy", "copy_", 2 * COPY_BYTES, lambda: target.copy_(source), lambda: target.equal(source))
 
 
-def quantisation(count: int, rows: int, columns: int) -> Iterator[Figure]:
+def quantisation(workload: str, shapes: Sequence[Shape]) -> Iterator[Figure]:
     """The kernel with its table and its check, then the encoding of a bucket of them as the agent does it."""
-    shape = (rows, columns)
-    xs = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
-    bucket = bucket_of([WireTensor(f"t{i}", shape, "bfloat16", FP8, quantised_bytes(shape)) for i in range(count)])
-    buffer = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device="cuda")
-    matrices = [Placement(f"t{i}", x, start) for i, (x, (_, start)) in enumerate(zip(xs, offsets(bucket), strict=True))]
-    expected = [(m.start, *quantize_reference(m.x)) for m in (matrices[0], matrices[-1])]
+    bucket = bucket_of(
+        [WireTensor(f"t{i}", one, "bfloat16", FP8, quantised_bytes(one)) for i, one in enumerate(shapes)]
+    )
+    buffer, matrices = torch.empty(bucket.wire_bytes, dtype=torch.uint8, device="cuda"), placed(shapes, BLOCK_128)
     tensors = {matrix.name: matrix.x for matrix in matrices}
-
-    def equal() -> bool:
-        found = [values_and_scales(buffer[start:], shape) for start, *_ in expected]
-        equals = [
-            values.view(torch.uint8).equal(v.view(torch.uint8)) and scales.equal(s)
-            for (values, scales), (_, v, s) in zip(found, expected, strict=True)
-        ]
-        buffer.zero_()
-        return all(equals)
-
     works: dict[str, Callable[[], Any]] = {
-        f"quantize_cuda, {warps} warps": partial(quantize_cuda, buffer, matrices, warps) for warps in QUANTISE_WARPS
+        f"quantize_cuda, {warps} warps": partial(quantize_cuda, buffer, matrices, BLOCK_128, warps)
+        for warps in QUANTISE_WARPS
     }
     works["encode_bucket"] = lambda: encode_bucket(bucket, tensors, buffer.device, buffer)
-    size = bucket.wire_bytes + sum(x.nbytes for x in xs)
+    size = bucket.wire_bytes + sum(one.x.nbytes for one in matrices)
     for variant, work in works.items():
-        yield timed(f"{count} x [{rows}, {columns}]", variant, size, work, equal)
+        yield timed(workload, variant, size, work, lambda: is_quantised(buffer, matrices, BLOCK_128))
+
+
+def other_scaling(workload: str, variant: str, scaling: Scaling) -> Iterator[Figure]:
+    """The kernels for other scales, as often as they read and write what they must."""
+    matrices = placed(WORKLOADS[workload], scaling)
+    last = matrices[-1]
+    buffer = torch.empty(last.start + padded(quantised_bytes(last.x.shape, scaling)), dtype=torch.uint8, device="cuda")
+    size = len(buffer) + sum(one.x.nbytes for one in matrices)
+    work = partial(quantize_cuda, buffer, matrices, scaling)
+    yield timed(workload, f"quantize_cuda, {variant}", size, work, lambda: is_quantised(buffer, matrices, scaling))
+
+
+def decoding(workload: str, shapes: Sequence[Shape]) -> Iterator[Figure]:
+    """Back to bfloat16."""
+    encoded = []
+    for i, shape in enumerate(shapes):
+        values, scales = quantize(torch.randn(shape, dtype=torch.bfloat16, device="cuda"))
+        encoded.append(Encoded(f"t{i}", values, scales, torch.empty(shape, dtype=torch.bfloat16, device="cuda")))
+    size = sum(one.values.nbytes + one.scales.nbytes + one.out.nbytes for one in encoded)
+
+    def equal() -> bool:
+        one = encoded[-1]
+        return one.out.equal(dequantize_reference(one.values, one.scales, one.out.dtype))
+
+    yield timed(workload, "dequantize_cuda", size, partial(dequantize_cuda, encoded, BLOCK_128), equal)
+
+
+def placed(shapes: Sequence[Shape], scaling: Scaling) -> list[Placement]:
+    """Matrices of noise, one behind the other."""
+    matrices, start = [], 0
+    for i, shape in enumerate(shapes):
+        matrices.append(Placement(f"t{i}", torch.randn(shape, dtype=torch.bfloat16, device="cuda"), start))
+        start += padded(quantised_bytes(shape, scaling))
+    return matrices
+
+
+def is_quantised(buffer: torch.Tensor, matrices: Sequence[Placement], scaling: Scaling) -> bool:
+    """Whether the first and the last of the matrices are as the reference has them; then the buffer is cleared."""
+    equals = []
+    for one in (matrices[0], matrices[-1]):
+        found, expected = (
+            values_and_scales(buffer[one.start :], one.x.shape, scaling),
+            quantize_reference(one.x, scaling),
+        )
+        equals.append(found[0].view(torch.uint8).equal(expected[0].view(torch.uint8)) and found[1].equal(expected[1]))
+    buffer.zero_()
+    return all(equals)
 
 
 def digest(count: int) -> Iterator[Figure]:

@@ -37,3 +37,12 @@ QWEN3: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+
+
+def qwen3_linears(size: str) -> list[tuple[int, int]]:
+    """Shapes of the matrices of all decoder layers, rows first."""
+    config = QWEN3[size]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    attention = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    return [*attention, (inner, hidden), (inner, hidden), (hidden, inner)] * config["num_hidden_layers"]

@@ -79,7 +79,7 @@ def quantize_into(buffer: torch.Tensor, matrices: Sequence[Placement], scaling: 
         ValueError: Names the first matrix with an element that is not finite.
     """
     if buffer.is_cuda:
-        from services.weight_sync.quantize_triton import quantize_cuda
+        from services.weight_sync.quantize_cuda import quantize_cuda
 
         finite = quantize_cuda(buffer, matrices, scaling)
     else:
@@ -140,7 +140,7 @@ def dequantize_into(matrices: Sequence[Encoded], scaling: Scaling = BLOCK_128) -
         if tuple(one.scales.shape) != scale_shape(one.values.shape, scaling):
             raise ValueError(f"{one.name} has scales of shape {tuple(one.scales.shape)}, which do not fit its own")
     if matrices and matrices[0].values.is_cuda:
-        from services.weight_sync.quantize_triton import dequantize_cuda
+        from services.weight_sync.quantize_cuda import dequantize_cuda
 
         finite = dequantize_cuda(matrices, scaling)
     else:

@@ -1,39 +1,14 @@
-"""Quantisation on CUDA, bit for bit what `quantize_reference` and `dequantize_reference` compute.
+"""The kernels of quantisation on CUDA, bit for bit what `quantize_reference` and `dequantize_reference` compute.
 
-A launch handles up to SLOTS matrices. A program quantises a block, or some rows with a scale each; if a whole matrix
-shares a scale, one launch finds the largest magnitude and the next one encodes.
+They work on many matrices in one launch: services/weight_sync/quantize_cuda.py says what a table of matrices holds. A
+program quantises a block, or some rows with a scale each; if a whole matrix shares a scale, one launch finds the
+largest magnitude and the next one encodes.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
-from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-
-from services.weight_sync.layout import ALIGNMENT_BYTES, Scaling, scale_shape, scales_offset
-from services.weight_sync.quantize import ABSMAX_FLOOR, FP8_MAX, Encoded, Placement
-
-SLOTS = 256
-"""Most matrices of a launch: a program finds its own by comparing with the first programs of all, in one load."""
-FLAG = 8
-"""The row of a table that says whether all is finite."""
-SIDES = (16, 32, 64, 128, 256)
-"""Of blocks."""
-ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-class _Kind(NamedTuple):
-    """What the kernel is compiled for."""
-
-    dtype: torch.dtype
-    wide: bool
-    """Rows are contiguous and whole multiples of 16 bytes, as are their distances: memory is accessed in 16 bytes."""
 
 
 @triton.jit
@@ -84,7 +59,7 @@ def _find_matrix(table_ptr, program, slots: tl.constexpr):
 
 
 @triton.jit
-def _quantize_blocks(
+def quantize_blocks(
     table_ptr,
     buffer_ptr,
     element: tl.constexpr,
@@ -125,7 +100,56 @@ def _quantize_blocks(
 
 
 @triton.jit
-def _quantize_rows(
+def _larger_pair(a, b):
+    """The larger of two magnitudes, for both bfloat16 of a word at once."""
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _encode_pair(low, high):
+    """The e4m3 codes of two floats in one word; beyond 448 it saturates."""
+    instruction: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+    return tl.inline_asm_elementwise(instruction, "=h,r,r", [low, high], tl.int16, is_pure=True, pack=1)
+
+
+@triton.jit
+def quantize_pairs(
+    table_ptr,
+    buffer_ptr,
+    slots: tl.constexpr,
+    fp8_max: tl.constexpr,
+    floor: tl.constexpr,
+    ue8m0: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+):
+    """As `quantize_blocks`, for wide matrices of bfloat16: two elements in a word, in half of the instructions."""
+    matrix, index = _find_matrix(table_ptr, tl.program_id(0), slots)
+    x_ptr = tl.load(matrix + slots).to(tl.pointer_type(tl.int32))
+    row_stride = tl.multiple_of(tl.load(matrix + 2 * slots) // 2, 8)
+    rows = tl.load(matrix + 4 * slots).to(tl.int32)
+    columns = tl.multiple_of(tl.load(matrix + 5 * slots).to(tl.int32) // 2, 8)
+    values_ptr = (buffer_ptr + tl.multiple_of(tl.load(matrix + 6 * slots), 16)).to(tl.pointer_type(tl.int16))
+    scales_ptr = (buffer_ptr + tl.load(matrix + 7 * slots)).to(tl.pointer_type(tl.float32))
+    half: tl.constexpr = block_columns // 2
+    column_blocks = tl.cdiv(columns, half)
+    column = index % column_blocks * half + tl.arange(0, half)[None, :]
+    row = index // column_blocks * block_rows + tl.arange(0, block_rows)[:, None]
+    inside = (row < rows) & (column < columns)
+    x = tl.load(tl.multiple_of(x_ptr + row * row_stride + column, [1, 8]), mask=inside, other=0)
+    pair = tl.reduce(x & 0x7FFF7FFF, None, _larger_pair)
+    largest = tl.maximum(pair >> 16, pair & 0xFFFF) << 16
+    scale = _scale(largest.to(tl.float32, bitcast=True), fp8_max, floor, ue8m0)
+    tl.store(scales_ptr + index, scale)
+    tl.store(matrix + 8 * slots, 0, mask=(scale < float("inf")) == 0)
+    inverse = tl.div_rn(1.0, scale)
+    low = _divide((x << 16).to(tl.float32, bitcast=True), scale, inverse)
+    high = _divide((x & -0x10000).to(tl.float32, bitcast=True), scale, inverse)
+    tl.store(values_ptr + row.to(tl.int64) * columns + column, _encode_pair(low, high), mask=inside)
+
+
+@triton.jit
+def quantize_rows(
     table_ptr,
     buffer_ptr,
     element: tl.constexpr,
@@ -187,7 +211,7 @@ def _quantize_rows(
 
 
 @triton.jit
-def _dequantize_tiles(
+def dequantize_tiles(
     table_ptr,
     element: tl.constexpr,
     wide: tl.constexpr,
@@ -224,150 +248,3 @@ def _dequantize_tiles(
     tl.store(matrix + 8 * slots, 0, mask=tl.max((wrong != 0.0).to(tl.int32)) > 0)
     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
     tl.store(out_ptr + row.to(tl.int64) * columns + column, values.to(element), mask=inside)
-
-
-TILE = (128, 128)
-"""Of a decoding program where blocks say nothing better."""
-ROWS_TILE = (16, 512)
-"""Rows of a quantising program, and columns at a time."""
-
-
-def quantize_cuda(buffer: torch.Tensor, matrices: Sequence[Placement], scaling: Scaling, warps: int = 16) -> list[bool]:
-    """Quantise matrices into a buffer, as `quantize_into`, in one launch (or two) for each kind of matrix.
-
-    Args:
-        buffer: uint8, at an address that is a multiple of 16.
-        matrices: What goes where, on the device of the buffer.
-        scaling: Which elements share a scale; the sides of a block are powers of two from 16 to 256.
-        warps: Of a program; it changes only the speed.
-
-    Returns:
-        Whether all elements of each matrix are finite; waits for the device.
-
-    Raises:
-        ValueError: The blocks have other sides.
-    """
-    assert buffer.data_ptr() % ALIGNMENT_BYTES == 0, "the buffer does not start at a multiple of 16"
-    shared, blocks = not scaling.rows, _block(scaling)
-    tile = blocks or (ROWS_TILE[0], 0)
-
-    def entry(one: Placement) -> tuple[int, ...]:
-        return one.x.data_ptr(), *one.x.stride(), *one.x.shape, one.start, one.start + scales_offset(one.x.shape), 1, 0
-
-    def launch(kind: _Kind, table: torch.Tensor, programs: int) -> None:
-        constants = ELEMENTS[kind.dtype], kind.wide, SLOTS, FP8_MAX, ABSMAX_FLOOR, scaling.ue8m0
-        kernel: Any = (_quantize_blocks if blocks else _quantize_rows)[(programs,)]
-        if blocks:
-            kernel(table, buffer, *constants, *blocks, num_warps=warps)
-            return
-        for encode in (False, True) if shared else (True,):
-            kernel(table, buffer, *constants, *ROWS_TILE, shared, encode, num_warps=warps)
-
-    kinds = [_kind(one.x, one.x.dtype) for one in matrices]
-    return _launch_all(kinds, [entry(one) for one in matrices], tile, buffer.device, launch)
-
-
-def dequantize_cuda(matrices: Sequence[Encoded], scaling: Scaling, warps: int = 16) -> list[bool]:
-    """Decode matrices, as `dequantize_into`, in one launch for each kind of matrix.
-
-    Args:
-        matrices: On one CUDA device.
-        scaling: Which elements share a scale; the sides of a block are powers of two from 16 to 256.
-        warps: Of a program; it changes only the speed.
-
-    Returns:
-        Whether all values and scales of each matrix are finite; waits for the device.
-
-    Raises:
-        ValueError: The blocks have other sides.
-    """
-    shared, blocks = not scaling.rows, _block(scaling)
-    tile = blocks or TILE
-
-    def entry(one: Encoded) -> tuple[int, ...]:
-        assert one.out.is_contiguous() and one.scales.is_contiguous()
-        return (
-            *(one.values.data_ptr(), *one.values.stride(), *one.values.shape),
-            *(one.out.data_ptr(), one.scales.data_ptr(), 1, 0),
-        )
-
-    def launch(kind: _Kind, table: torch.Tensor, programs: int) -> None:
-        by_row = not blocks and not shared
-        kernel: Any = _dequantize_tiles[(programs,)]
-        kernel(table, ELEMENTS[kind.dtype], kind.wide, SLOTS, *tile, by_row, shared, num_warps=warps)
-
-    kinds = [_kind(one.values, one.out.dtype) for one in matrices]
-    device = matrices[0].values.device if matrices else torch.device("cuda")
-    return _launch_all(kinds, [entry(one) for one in matrices], tile, device, launch)
-
-
-def _block(scaling: Scaling) -> tuple[int, int] | None:
-    """The sides of blocks; None if rows or matrices share a scale."""
-    if scaling.rows in (0, 1) and not scaling.columns:
-        return None
-    for side in (scaling.rows, scaling.columns):
-        if side not in SIDES:
-            raise ValueError(f"blocks of {scaling.rows}x{scaling.columns} are not supported on CUDA: {SIDES}")
-    return scaling.rows, scaling.columns
-
-
-def _launch_all(
-    kinds: Sequence[_Kind],
-    entries: Sequence[tuple[int, ...]],
-    tile: tuple[int, int],
-    device: torch.device,
-    launch: Callable[[_Kind, torch.Tensor, int], None],
-) -> list[bool]:
-    """Launch for all matrices; the flag that each has at the end, whether it is finite."""
-    groups = list(_groups(kinds))
-    if not groups:
-        return []
-    counts = [_programs(entry[3:5], tile) for entry in entries]
-    tables = torch.stack([_table([(counts[i], entries[i]) for i in indices]) for _, indices in groups]).to(device)
-    with torch.cuda.device(device):
-        for (kind, indices), table in zip(groups, tables, strict=True):
-            if programs := sum(counts[i] for i in indices):
-                launch(kind, table, programs)
-    finite = dict.fromkeys(range(len(kinds)), True)
-    for (_, indices), flags in zip(groups, tables[:, FLAG].tolist(), strict=True):
-        finite.update(zip(indices, map(bool, flags), strict=False))
-    return list(finite.values())
-
-
-def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
-    """Indices of matrices that share a launch."""
-    found: defaultdict[_Kind, list[int]] = defaultdict(list)
-    for i, kind in enumerate(kinds):
-        found[kind].append(i)
-    for kind, indices in found.items():
-        for start in range(0, len(indices), SLOTS):
-            yield kind, indices[start : start + SLOTS]
-
-
-def _kind(x: torch.Tensor, dtype: torch.dtype) -> _Kind:
-    row_stride, column_stride = x.stride()
-    wide = column_stride == 1 and row_stride % 16 == x.shape[1] % 16 == x.data_ptr() % ALIGNMENT_BYTES == 0
-    return _Kind(dtype, wide)
-
-
-def _programs(shape: Sequence[int], tile: tuple[int, int]) -> int:
-    """Programs of a matrix; a tile without columns takes all of them."""
-    row_tiles, column_tiles = scale_shape(shape, Scaling(*tile))
-    return row_tiles * column_tiles
-
-
-def _table(matrices: Sequence[tuple[int, tuple[int, ...]]]) -> torch.Tensor:
-    """[10, SLOTS] int64, a column for each matrix of (programs, entry); no program reaches the others.
-
-    First program; address, strides of rows and columns in elements, rows, columns; where values and scales are or go
-    (quantising: first bytes in the buffer; else addresses); 1, which the kernel replaces by 0 where something is not
-    finite; bits of the largest magnitude.
-    """
-    columns, first = [], 0
-    for programs, entry in matrices:
-        columns.append((first, *entry))
-        first += programs
-    table = torch.full((FLAG + 2, SLOTS), torch.iinfo(torch.int64).max)
-    numbers = array("q", chain.from_iterable(columns))  # several times faster than a tensor of the list
-    table[:, : len(columns)] = torch.frombuffer(numbers, dtype=torch.int64).view(-1, FLAG + 2).T
-    return table

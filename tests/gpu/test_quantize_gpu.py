@@ -1,12 +1,31 @@
-"""Block quantisation and the bytes of a bucket on CUDA against the same on the CPU, byte for byte. Needs CUDA."""
+"""Quantisation, decoding and the bytes of a bucket on CUDA against the same on the CPU, byte for byte. Needs CUDA."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from services.weight_sync.layout import encoded_bytes, padded, quantised_bytes, scales_offset
-from services.weight_sync.quantize import Placement, quantize, quantize_into, quantize_reference, values_and_scales
+from services.weight_sync.layout import (
+    BLOCK_128,
+    CHANNEL,
+    TENSOR,
+    Scaling,
+    encoded_bytes,
+    padded,
+    quantised_bytes,
+    scales_offset,
+)
+from services.weight_sync.quantize import (
+    Encoded,
+    Placement,
+    dequantize,
+    dequantize_into,
+    dequantize_reference,
+    quantize,
+    quantize_into,
+    quantize_reference,
+    values_and_scales,
+)
 from services.weight_sync.records import WireBucket, WireFormat, WireTensor
 from services.weight_sync.wire import decode_bucket, encode_bucket
 
@@ -27,6 +46,15 @@ SHAPES = [
     (4097, 4095),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCALINGS = [
+    BLOCK_128,
+    CHANNEL,
+    TENSOR,
+    Scaling(64, 32),
+    Scaling(128, 128, ue8m0=True),
+    Scaling(1, 0, ue8m0=True),
+    Scaling(0, 0, ue8m0=True),
+]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -34,15 +62,24 @@ def noise(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_same_bytes(x: torch.Tensor) -> None:
-    """`x` lies on CUDA; the reference runs on a copy in main memory."""
-    values, scales = quantize(x)
-    assert_equals_reference(x, values, scales)
+def assert_same_bytes(x: torch.Tensor, scaling: Scaling = BLOCK_128) -> None:
+    """Both ways. `x` lies on CUDA; the reference runs on a copy in main memory."""
+    values, scales = quantize(x, scaling=scaling)
+    assert_equals_reference(x, values, scales, scaling)
     assert values.shape == x.shape and values.is_contiguous() and scales.is_contiguous()
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = dequantize_reference(values.cpu(), scales.cpu(), dtype, scaling)
+        assert same_bits(dequantize(values, scales, dtype, scaling).cpu(), expected)
 
 
-def assert_equals_reference(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
-    expected_values, expected_scales = quantize_reference(x.cpu())
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.equal(other) and one.signbit().equal(other.signbit())
+
+
+def assert_equals_reference(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, scaling: Scaling = BLOCK_128
+) -> None:
+    expected_values, expected_scales = quantize_reference(x.cpu(), scaling)
     assert scales.cpu().view(torch.int32).equal(expected_scales.view(torch.int32))
     found, expected = values.cpu().view(torch.uint8), expected_values.view(torch.uint8)
     if not found.equal(expected):
@@ -54,16 +91,34 @@ def assert_equals_reference(x: torch.Tensor, values: torch.Tensor, scales: torch
         )
 
 
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_noise(shape, dtype):
-    assert_same_bytes(noise(shape, dtype).cuda())
+def test_noise(shape, dtype, scaling):
+    assert_same_bytes(noise(shape, dtype).cuda(), scaling)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_wide_ranges(seed):
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_wide_ranges(seed, scaling):
     exponents = noise((513, 640), torch.float32, seed + 100) * 20
-    assert_same_bytes((noise((513, 640), torch.float32, seed) * torch.exp2(exponents)).cuda())
+    assert_same_bytes((noise((513, 640), torch.float32, seed) * torch.exp2(exponents)).cuda(), scaling)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_every_finite_bfloat16(scaling):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    assert_same_bytes(every[every.isfinite()].view(510, 128).cuda(), scaling)
+
+
+@pytest.mark.parametrize("scaling", [BLOCK_128, CHANNEL, TENSOR], ids=str)
+def test_every_code_under_scales_of_all_sizes(scaling):
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().repeat(260, 1)
+    codes = torch.where(codes.isfinite(), codes, 0.0).to(torch.float8_e4m3fn)
+    shape = quantize(codes.float(), scaling=scaling)[1].shape
+    scales = torch.exp2(torch.linspace(-140, 110, shape.numel())).view(shape)
+    expected = dequantize_reference(codes, scales, torch.bfloat16, scaling)
+    assert same_bits(dequantize(codes.cuda(), scales.cuda(), torch.bfloat16, scaling).cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,20 +176,44 @@ def test_hardest_quotients():
     assert_same_bytes(x.view(-1, 128).cuda())
 
 
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_with_strides(dtype):
+def test_views_with_strides(dtype, scaling):
     x = noise((600, 900), dtype).cuda()
     for view in (x.T, x[::2, 1::3], x[:, 100:250], x[37:, 11:], x[::3].T):
-        assert_same_bytes(view)
+        assert_same_bytes(view, scaling)
 
 
+def test_a_transposed_view_is_decoded():
+    values, scales = quantize(noise((600, 900), torch.bfloat16).cuda())
+    decoded = dequantize(values.T, scales.T.contiguous(), torch.bfloat16)
+    assert decoded.equal(dequantize(values, scales, torch.bfloat16).T)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [(0, 0), (199, 299), (130, 140)])
-def test_what_is_not_finite_is_an_error(bad, place):
+def test_what_is_not_finite_is_an_error(bad, place, scaling):
     x = noise((200, 300), torch.float32)
     x[place] = bad
     with pytest.raises(ValueError, match=r"layers\.3\.weight"):
-        quantize(x.cuda(), "layers.3.weight")
+        quantize(x.cuda(), "layers.3.weight", scaling)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_fp8_that_is_not_finite_is_an_error(scaling):
+    values, scales = quantize(noise((200, 300), torch.float32).cuda(), scaling=scaling)
+    broken, infinite = values.clone(), scales.clone()
+    broken.view(torch.uint8)[199, 150] = 0xFF
+    infinite[-1, -1] = float("inf")
+    for one, other in ((broken, scales), (values, infinite)):
+        with pytest.raises(ValueError, match=r"layers\.3\.weight"):
+            dequantize(one, other, torch.bfloat16, scaling, "layers.3.weight")
+
+
+def test_blocks_that_no_kernel_is_for_are_refused():
+    with pytest.raises(ValueError, match="100x128"):
+        quantize(noise((200, 300), torch.float32).cuda(), scaling=Scaling(100, 128))
 
 
 def test_offsets_beyond_two_to_the_31():
@@ -146,13 +225,13 @@ def test_offsets_beyond_two_to_the_31():
     assert scales[-1:].cpu().equal(expected_scales)
 
 
-@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("warps", [8, 16])
 def test_warps_do_not_matter(warps):
-    from services.weight_sync.quantize_triton import quantize_cuda
+    from services.weight_sync.quantize_cuda import quantize_cuda
 
     x = noise((300, 1008), torch.bfloat16).cuda()
     data = torch.empty(quantised_bytes(x.shape), dtype=torch.uint8, device=CUDA)
-    assert quantize_cuda(data, [Placement("x", x, 0)], warps) == [True]
+    assert quantize_cuda(data, [Placement("x", x, 0)], BLOCK_128, warps) == [True]
     assert_equals_reference(x, *values_and_scales(data, x.shape))
 
 
@@ -168,22 +247,31 @@ def test_into_a_slice_of_memory_and_nowhere_else(start, shape):
     assert (encoded[x.numel() : scales_offset(shape)] == 255).all()
 
 
-def many() -> list[Placement]:
+def many(scaling: Scaling = BLOCK_128) -> list[Placement]:
     """More matrices than a launch takes, of every kind, some of them empty."""
     shapes = [(1 + 37 * i % 300, 16 * (1 + i % 20) + (i % 5 == 0)) for i in range(700)] + [(0, 16), (3, 0)]
     matrices, start = [], 0
     for i, shape in enumerate(shapes):
         matrices.append(Placement(f"t{i}", noise(shape, DTYPES[i % 3 if i % 2 else 1], i).cuda(), start))
-        start += padded(quantised_bytes(shape))
+        start += padded(quantised_bytes(shape, scaling))
     return matrices
 
 
-def test_many_matrices_at_once():
-    matrices = many()
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_many_matrices_at_once(scaling):
+    matrices = many(scaling)
     buffer = torch.empty(matrices[-1].start + 16, dtype=torch.uint8, device=CUDA)
-    quantize_into(buffer, matrices)
-    for matrix in matrices:
-        assert_equals_reference(matrix.x, *values_and_scales(buffer[matrix.start :], matrix.x.shape))
+    quantize_into(buffer, matrices, scaling)
+    encoded = []
+    for one in matrices:
+        values, scales = values_and_scales(buffer[one.start :], one.x.shape, scaling)
+        assert_equals_reference(one.x, values, scales, scaling)
+        out = torch.empty(one.x.shape, dtype=[torch.bfloat16, torch.float32][len(encoded) % 2], device=CUDA)
+        encoded.append(Encoded(one.name, values, scales, out))
+    dequantize_into(encoded, scaling)
+    for one in encoded:
+        expected = dequantize_reference(one.values.cpu(), one.scales.cpu(), one.out.dtype, scaling)
+        assert same_bits(one.out.cpu(), expected)
 
 
 def test_the_first_of_many_that_is_not_finite_is_named():
