@@ -133,6 +133,10 @@ EQUAL = [
     ("9^{9^9}", r"3^{2\cdot 9^9}"),
     ("9999999!/9999998!", "9999999"),
     ("2^{100000}", "4^{50000}"),
+    (r"\sqrt{a}\sqrt{b}", r"\sqrt{ab}"),
+    (r"|x|\cdot|y|", "|xy|"),
+    (r"\lfloor\sqrt n\rfloor", r"\lfloor n^{1/2}\rfloor"),
+    (r"\frac{1+(-1)^{n+1}}{2}", r"\frac{1-(-1)^n}{2}"),
 ]
 
 
@@ -170,6 +174,15 @@ def test_equal_expressions(one: str, other: str) -> None:
         ("2^n-2", "2(2^n-1)"),
         ("f(0)", "g(0)"),
         ("-2f'(0)", "0"),
+        ("|x|+|y|", "|x+y|"),
+        (r"|x|y", r"x|y|"),
+        ("|x+30|", "x+30"),
+        (r"(-1)^{\lfloor n/2\rfloor}", "(-1)^n"),
+        ("(-1)^k", "(-1)^m"),
+        ("(-1)^{n(n-1)/2}", "-1"),
+        (r"\lceil n/10\rceil", r"\lfloor n/10\rfloor+1"),
+        (r"\lfloor m/2\rfloor", r"\lfloor n/2\rfloor"),
+        (r"\frac{2}{1-(-1)^n}", r"\frac{1-(-1)^n}{2}"),
         (r"\sin^{40}x\cos^{40}x", r"\cos^{40}x\sin^{39}x"),
     ],
 )
@@ -190,6 +203,11 @@ def test_unequal_expressions(one: str, other: str) -> None:
         (r"\sqrt2+10^{-200}", r"\sqrt2"),
         ("99999999!", "99999999!+1"),
         ("9^{9^{9^9}}", "1"),
+        (r"\sqrt{10^{100}+1}", "10^{50}"),
+        (r"\zeta(1000)", "1"),
+        (r"\infty-\infty", "0"),
+        (r"\frac{dy}{dx}", r"\frac{y}{x}"),
+        ("0x10", "0"),
     ],
 )
 def test_undecided_is_neither(one: str, other: str) -> None:

@@ -231,6 +231,107 @@ YES.  ~~  Yes
 \text{odd number}  ~~  Odd Number
 DNE  ~~  does not exist
 \text{Red, Blue}  ~~  \text{red, blue}
+# layout
+\left.7\right.  ~~  7
+**7**  ~~  7
+`7`  ~~  7
+\implies 7  ~~  7
+7\,\blacksquare  ~~  7
+\begin{aligned}x&=7\end{aligned}  ~~  7
+\begin{cases} x=1 \\ y=2 \end{cases}  ~~  (1,2)
+\left\{\begin{array}{l}x=1\\y=2\end{array}\right.  ~~  (1,2)
+7 \over 12  ~~  \frac{7}{12}
++/-3  ~~  \pm 3
+1.5 x 10^8  ~~  1.5\times10^8
+1.5\mathrm{E}8  ~~  150000000
+3{:}45  ~~  3:45
+x>=5  ~~  x \geq 5
+x<=5  ~~  x\le5
+x != 5  ~~  x\neq 5
+# what is said around the answer
+\text{Total: } 7  ~~  7
+Total: 7  ~~  7
+\text{The line is } y = 2x+1  ~~  y=2x+1
+\text{Tom makes } \$18  ~~  18
+# more numbers and functions
+P(5,2)  ~~  20
+{}_5P_2  ~~  20
+C_{10}^{3}  ~~  120
+2\operatorname{cis}(60^\circ)  ~~  1+\sqrt{3}i
+\surd 5  ~~  \sqrt5
+\phi(n)  ~~  \varphi(n)
+\frac{(2n)!}{n!\,n!}  ~~  \binom{2n}{n}
+# more units
+10\text{ m s}^{-1}  ~~  10\text{ m/s}
+9.8\,\text{m}\cdot\text{s}^{-2}  ~~  9.8\text{ m/s}^2
+9.8\,\frac{\text{m}}{\text{s}^2}  ~~  9.8\text{ m/s}^2
+\$10/\text{hour}  ~~  10
+1000\text{ mL}  ~~  1\text{ liter}
+10000\text{ cm}^2  ~~  1\text{ m}^2
+2\text{ years}  ~~  24\text{ months}
+5\text{ square units}  ~~  5\text{ cm}^2
+2\text{ hours }30\text{ minutes}  ~~  2.5\text{ hours}
+5 feet 6 inches  ~~  5.5 feet
+2\text{ hours and }30\text{ minutes}  ~~  150
+\text{Rs. } 450  ~~  450\text{ rupees}
+3\,\Omega  ~~  3\text{ ohms}
+5\text{ (cm)}  ~~  5\text{ cm}
+240\text{ different ways}  ~~  240\text{ ways}
+50 \text{ per cent}  ~~  50\%
+5\text{ more}  ~~  5
+90^o  ~~  90^\circ
+22^\circ 30'  ~~  22.5^\circ
+# more points, matrices and sets
+P(2,6)  ~~  (2,6)
+(1,2)\quad (3,4)  ~~  (1,2),(3,4)
+\{(1,2)\}  ~~  (1,2)
+(1,0)^T  ~~  \begin{pmatrix}1\\0\end{pmatrix}
+\begin{pmatrix}1&0\end{pmatrix}^{\top}  ~~  \begin{pmatrix}1\\0\end{pmatrix}
+[[1,2],[3,4]]  ~~  \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\frac{1}{2}\begin{pmatrix}1&2\\3&4\end{pmatrix}  ~~  \begin{pmatrix}\frac12&1\\\frac32&2\end{pmatrix}
+-\begin{psmallmatrix}1&2\\3&4\end{psmallmatrix}  ~~  \begin{pmatrix}-1&-2\\-3&-4\end{pmatrix}
+]0,1[  ~~  (0,1)
+]-\infty,1[\cup]2,\infty[  ~~  (-\infty,1)\cup(2,\infty)
+[0,1]\setminus\{0\}  ~~  (0,1]
+\text{All real numbers}  ~~  \mathbb{R}
+\mathbf{R}  ~~  \mathbb{R}
+\text{empty set}  ~~  \emptyset
+1,2,3,...  ~~  1,2,3,\ldots
+# more equations and residues
+a = b = c  ~~  c=b=a
+\sin\theta=\frac35  ~~  \frac35
+P(A\cap B)=\frac13  ~~  \frac13
+u(x,t)=\sin(x-ct)  ~~  u = \sin(x-ct)
+\mathbf{v}=\begin{pmatrix}1\\0\end{pmatrix}  ~~  \begin{pmatrix}1\\0\end{pmatrix}
+3 \pmod 7  ~~  3
+x\equiv 3\pmod{7}  ~~  x \equiv 3 \pmod 7
+x\equiv 10\ (\text{mod } 7)  ~~  x \equiv 3 \pmod 7
+\mathbb{Z}/6\mathbb{Z}  ~~  \mathbb{Z}_6
+17 \mod 5  ~~  2
+x \equiv 3 \mod 7  ~~  x\equiv 3\pmod 7
+\frac{dy}{dx}=2x  ~~  2x
+\mathbb{E}[X]=\frac12  ~~  \frac12
+\mathbb{R}^+  ~~  (0,\infty)
+6\text{ cm and }8\text{ cm}  ~~  6\text{ cm}, 8\text{ cm}
+3\text{ to }4  ~~  3:4
+10110_{\text{base }2}  ~~  10110_2
+10110 \text{ (base 2)}  ~~  10110_2
+5\text{ PM}  ~~  5:00\text{ p.m.}
+\lim_{x\to 0^+} f(x) = 7  ~~  7
+\int_0^{1/2} (x+1)\,dx = \frac58  ~~  \frac58
+[1,2;3,4]  ~~  \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\boldsymbol{(-\sqrt{3}, 3)}  ~~  (-\sqrt3,3)
+\color{blue}{\frac12, \frac13}  ~~  \frac12,\frac13
+# more times, words and choices
+\text{Oct. 30}  ~~  \text{October 30}
+\text{noon}  ~~  12:00\text{ PM}
+5\text{ p.m.}  ~~  5:00\text{ p.m.}
+\text{True}, \text{False}  ~~  \text{True, False}
+\text{``MATH''}  ~~  \text{MATH}
+(E) \text{not enough information}  ~~  E
+\text{(C)}\ f(x)=2  ~~  C
+(B)\ -5  ~~  B
+\textbf{(B)}\ \sqrt{2}  ~~  B
 """
 
 WRONG = r"""
@@ -373,6 +474,87 @@ ground_truth  ~~  5
 __import__('os')  ~~  1
 exec('x=1')  ~~  1
 lambda: 0  ~~  0
+# more of what is close
+\infty-\infty  ~~  0
+|x+30|  ~~  x+30
+|x-100|  ~~  100-x
+\lfloor m/2\rfloor+\lfloor m/2\rfloor  ~~  \lfloor m/2\rfloor+\lfloor n/2\rfloor
+\frac{2}{1-(-1)^n}  ~~  \frac{1-(-1)^n}{2}
+\phi(n)  ~~  n\phi
+\Phi(2)+\Phi(3)  ~~  \Phi(2)-\Phi(-3)
+P(x)+P(y)  ~~  P(x+y)
+\tan+1 x  ~~  \tan x
+0x10  ~~  0
+VI  ~~  IV
+1,2,3,...  ~~  1,2,3
+y = -\frac{47}{0}  ~~  y = -\frac{47}{8}
+255_2  ~~  255
+N(0,1)  ~~  (0,1)
+P(2,6)  ~~  (6,2)
+[0,1]\setminus\{0\}  ~~  [0,1]
+]0,1]  ~~  (0,1)
+x>2, x\in\mathbb{Z}  ~~  x>2
+\{\{1\},\{2\}\}  ~~  \{1,2\}
+-\begin{pmatrix}1&2\\3&4\end{pmatrix}  ~~  \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{cases} x=2 \\ y=1 \end{cases}  ~~  (1,2)
+[[1,3],[2,4]]  ~~  \begin{pmatrix}1&2\\3&4\end{pmatrix}
+(y,x)=(1,2)  ~~  (1,2)
+AC  ~~  AB = AC
+f(x)  ~~  f'(x)=f(x)
+x\equiv 4 \pmod{7}  ~~  x \equiv 3 \pmod 7
+3 \pmod 7  ~~  3 \pmod 8
+x>=5  ~~  x>5
+5!=120  ~~  5
+5\hspace{1cm}6  ~~  56
+5 \bmod 3  ~~  5
+10 \pmod 7  ~~  10
+(x,y)=(1,2)  ~~  (y,x)=(1,2)
+10110 base 3  ~~  10110_2
+5 pm  ~~  5:00\text{ a.m.}
+\mathbb{R}^+  ~~  \mathbb{R}
+f(x)=x  ~~  f(y)=x
+\sum a_n + 3 = 7  ~~  7
+\gcd(a,b)\cdot 2 = 7  ~~  7
+[1,2;3,4]  ~~  [1,2,3,4]
+\begin{pmatrix}\end{pmatrix}  ~~  (1,2)
+\text{True, False}  ~~  \text{False, True}
+T, F, T  ~~  T, T, F
+# words that are no unit
+2 squared  ~~  2
+2\text{ thirds}  ~~  2
+2\text{ pi}  ~~  2
+5\text{ wrong}  ~~  5
+5 xyz  ~~  5
+5\text{ hundred}  ~~  5
+5\text{ degrees below zero}  ~~  5
+5\text{ less}  ~~  5\text{ more}
+5\text{ square units}  ~~  5\text{ cubic units}
+100\text{ cm}^2  ~~  1\text{ m}^2
+2\text{ hours }30\text{ minutes}  ~~  2.3\text{ hours}
+5\text{ apples }3\text{ pears}  ~~  8
+5! \text{ ways}  ~~  5\text{ ways}
+1:5 \text{ hours}  ~~  1.5\text{ hours}
+(3,5)\text{ apples}  ~~  3,5\text{ apples}
+# what takes the answer back, or leaves it open
+\text{The answer is not: } 5  ~~  5
+\text{at least: } 5  ~~  5
+\text{Nobody has } 5  ~~  5
+\text{Half is } 5  ~~  5
+Error: 5  ~~  5
+\text{Monday: } 5  ~~  \text{Tuesday: } 5
+\text{not }n=2,3,4  ~~  n=2,3,4
+\text{Team A}  ~~  \text{Team}
+\text{March 5 to April 6}  ~~  \text{March 6 to April 5}
+(A)(B)  ~~  A
+A. B.  ~~  A
+\text{A. But could be B}  ~~  A
+\text{(A) is wrong}  ~~  A
+\text{(A)}\text{ not}  ~~  A
+\text{(A)} < 1  ~~  A
+(C)x  ~~  C
+A.5  ~~  A
+A  ~~  \text{(A) and (C)}
+A  ~~  \text{(A) or (B)}
 """
 
 
@@ -395,6 +577,16 @@ def test_characters_of_other_alphabets(answer: str) -> None:
 @pytest.mark.parametrize(("answer", "label"), pairs(WRONG))
 def test_wrong_answers(answer: str, label: str) -> None:
     assert not same(answer, label)
+
+
+def test_long_sums_of_numbers_are_computed() -> None:
+    ones = "+".join("1" for _ in range(20_000))
+    halves = "".join("+\\frac{1}{2}" for _ in range(2_000))
+    assert same(ones, "20000")
+    assert not same(ones, "19999")
+    assert same(f"1{halves}", "1001")
+    assert not same(f"{ones}+\\frac{{1}}{{0}}", "20000")
+    assert not same(f"{ones}+", "20000")
 
 
 def test_nothing_is_no_answer_and_no_label() -> None:
@@ -461,6 +653,10 @@ def grade(response: str, label: str, require_think: bool = True) -> Graded:
         ("</think>\\boxed{5} or rather \\boxed{4}", Reason.CORRECT),
         ("</think>\\boxed{4} or rather \\boxed{5}", Reason.WRONG),
         ("</think>\\boxed 4", Reason.CORRECT),
+        ("</think>$\\boxed 4$ is it", Reason.CORRECT),
+        ("</think>\\boxed 4 is it", Reason.CORRECT),
+        ("</think>$\\boxed 4!$", Reason.WRONG),
+        ("</think>$\\boxed 4 + 1$", Reason.WRONG),
         ("</think>\\boxed {4}", Reason.CORRECT),
         ("</think>\\fbox{4}", Reason.CORRECT),
         ("</think>#### 4", Reason.CORRECT),

@@ -15,6 +15,8 @@ from services.reward.verdicts import Graded, Item, Question, Reason, Verdict
 VERSION = "1"
 CHEAP_CHARACTERS = 4096
 """A box that is not closed by then is left to a worker."""
+MAX_BOX = 200_000
+"""Characters of a box; of a longer one there is no end."""
 SHORT_CHARACTERS = 400
 """Of answer and label, whose spellings are compared in some ten microseconds."""
 
@@ -23,7 +25,8 @@ _BOXES = ("\\boxed", "\\fbox", "\\framebox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LAST_LINE = re.compile(r"####\s*([^\n{}]+?)\s*\Z")
 """How solutions of GSM8K end."""
-_BARE = re.compile(r"\s+(-?[\w.]+)")
+_BARE = re.compile(r"\s+([^\s$][^$\n]*?)\s*(?=\$|\\[)\]]|\n|\Z|\s[A-Za-z]{2})")
+"""What stands behind a box without braces: all to the end of the formula, or to the first word."""
 
 
 def grade_cheaply(item: Item) -> Graded | Question:
@@ -67,7 +70,7 @@ def find_box(response: str, require_think: bool) -> str | Reason:
         return Reason.NO_THINK_TAG
     start = max(response.rfind(box) for box in _BOXES)
     if start >= 0:
-        return response[start:]
+        return response[start : start + MAX_BOX]
     said = _LAST_LINE.search(response[-CHEAP_CHARACTERS:])
     return f"\\boxed{{{said[1]}}}" if said else Reason.NO_ANSWER
 

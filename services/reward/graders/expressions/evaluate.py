@@ -14,6 +14,11 @@ _NUMBER = re.compile(
     r"|\\[dtc]?frac\s*(?:\{\s*(?P<above>\d{1,40})\s*\}\s*\{\s*(?P<under>\d{1,40})\s*\}|(?P<digits>\d\d)))",
     re.ASCII,
 )
+_TERM = re.compile(
+    r"\s*([-+])?\s*(?:(\d{1,18})|\\[dtc]?frac\s*\{\s*(\d{1,18})\s*\}\s*\{\s*(\d{1,18})\s*\})\s*", re.ASCII
+)
+MAX_DENOMINATOR = 10**30
+MAX_SUM_CHARACTERS = 200_000
 
 
 def read_number(text: str) -> Fraction | int | None:
@@ -38,6 +43,29 @@ def read(text: str) -> Node:
     """The tree of an expression. Raises Unreadable."""
     value = read_number(text)
     return parse(text) if value is None else number(value)
+
+
+def long_sum(text: str) -> Fraction | int | None:
+    """The value of integers and fractions with signs between them, be they ever so many; None for any other text.
+
+    Takes a microsecond a term; sums whose denominators grow beyond a bound are None too.
+    """
+    total, at = 0, 0
+    if len(text) > MAX_SUM_CHARACTERS:
+        return None
+    for term in _TERM.finditer(text):
+        sign, whole, above, below = term.groups()
+        if (
+            term.start() != at
+            or (at and not sign)
+            or (below and int(below) == 0)
+            or total.denominator > MAX_DENOMINATOR
+        ):
+            return None
+        value = int(whole) if whole else Fraction(int(above), int(below))
+        total += -value if sign == "-" else value
+        at = term.end()
+    return total if at and at == len(text) else None
 
 
 def rational(text: str) -> Fraction | None:

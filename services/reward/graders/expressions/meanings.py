@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 from services.reward.graders.expressions.nodes import (
+    IMAGINARY_UNIT,
     MINUS_ONE,
     E,
     Node,
@@ -31,6 +32,8 @@ def apply(name: str, base: Node | None, operand: Node) -> Node:
             return divide(call("ln", operand), call("ln", number(10)))
         case "exp":
             return power(E, operand)
+        case "cis":
+            return power(E, multiply((IMAGINARY_UNIT, operand)))
         case "cbrt":
             return power(operand, number(Fraction(1, 3)))
         case "gamma":

@@ -54,6 +54,10 @@ _NAMES = {"ln": "log", "abs": "fabs", "double_factorial": "fac2"}
 """Of mpmath's functions, where they are not ours."""
 _FINE_ONLY = {"asinh", "acosh", "atanh", "acoth", "asech", "acsch"}
 _SLOW = {"factorial", "double_factorial", "binomial", "zeta"}
+MAX_EXACT_BITS = 330
+"""Of numbers that are not rounded in the finer precision."""
+_LARGEST_ZETA = 200
+"""From here on it differs too little from 1."""
 _SLOW_FACTOR = 10
 _LARGEST_SLOW = 1e5
 _SATURATED = 30
@@ -66,6 +70,8 @@ class Evaluation:
     def __init__(self, budget: int, decimal_logarithms: bool) -> None:
         self._budget = budget
         self._decimal = decimal_logarithms
+        self.roots_are_real = False
+        """A root of a negative number is not defined, though its square may be."""
 
     def value(self, node: Node, point: Mapping[str, Fraction], precision: Precision) -> Any:
         """Raises Imprecise, Undefined, or TooLarge if the budget does not suffice."""
@@ -117,6 +123,8 @@ class Evaluation:
         if root is not None and root.denominator % 2 and is_real(value) and _real(value) < 0:
             inner = at.context.power(-_real(value), _number(root, at))
             return -inner if root.numerator % 2 else inner
+        if self.roots_are_real and root is not None and is_real(value) and _real(value) < 0:
+            raise Undefined("a root of a negative number")
         to = _number(root, at) if root is not None else _bounded(self._value(exponent, point, at), at)
         return _visible(_known(at.context.power(value, to)), value)
 
@@ -125,6 +133,8 @@ class Evaluation:
         for one in arguments:
             if name not in ("ln", "log", "abs"):
                 _bounded(one, at)
+            if name == "zeta" and abs(one) > _LARGEST_ZETA:
+                raise Imprecise("too large an argument")
             if (name in _SLOW and abs(one) > _LARGEST_SLOW) or (name.endswith("h") and abs(one) > _SATURATED):
                 raise Imprecise("too large an argument")
         if name == "apply":
@@ -142,6 +152,8 @@ class Evaluation:
 
 
 def _number(value: Fraction | int, at: Precision) -> Any:
+    if at is FINE and max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_EXACT_BITS:
+        raise Imprecise("a number of too many digits")
     return _visible(at.context.mpf(value.numerator) / value.denominator, value)
 
 

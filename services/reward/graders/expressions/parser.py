@@ -34,12 +34,35 @@ MAX_DEPTH = 60
 _END = Token("end", "")
 _INVERTIBLE = set(TRIGONOMETRIC)
 _FUNCTION_LETTERS = set("fgFG")
+_GREEK_FUNCTIONS = (
+    "phi",
+    "Phi",
+    "psi",
+    "Psi",
+    "sigma",
+    "tau",
+    "mu",
+    "chi",
+    "omega",
+    "theta",
+    "Lambda",
+    "Omega",
+    "Theta",
+)
+_OF_ONE = {*"hPQO", *(f"\\{name}" for name in _GREEK_FUNCTIONS)}
+"""Letters that are functions before a single number or letter in brackets."""
 
 
 def parse(text: str) -> Node:
     """Read one expression. Raises Unreadable if it is none, or exceeds a bound."""
-    reader = _Parser(tokenize(text))
+    tokens = tokenize(text)
+    if any(token.text == "\\infty" for token in tokens) and len(tokens) > 1 + (tokens[0].kind == "sign"):
+        raise Unreadable("infinity is no number")
+    reader = _Parser(tokens)
     tree = reader.expression()
+    if reader.token == Token("sign", "\\over"):
+        reader.take()
+        tree = divide(tree, reader.expression())
     if reader.token is not _END:
         raise Unreadable("something is left after the expression")
     return tree
@@ -54,7 +77,7 @@ class _Parser:
         self._bars = 0
         self.token = self._rest.pop()
 
-    def _next(self) -> Token:
+    def take(self) -> Token:
         taken = self.token
         self.token = self._rest.pop() if self._rest else _END
         return taken
@@ -82,7 +105,7 @@ class _Parser:
         """Take all signs that stand here; whether they make a minus."""
         minus = False
         while self._is("sign", "+", "-"):
-            minus ^= self._next().text == "-"
+            minus ^= self.take().text == "-"
         return minus
 
     def _term(self) -> Node:
@@ -90,7 +113,7 @@ class _Parser:
         factors.append(self._factor_or_mixed())
         while True:
             if self._is("sign", "*", "/"):
-                invert = self._next().text == "/"
+                invert = self.take().text == "/"
                 minus = self._minus()
                 factor = self._factor() if invert else self._factor_or_mixed()
                 factors.append(power(factor, MINUS_ONE) if invert else factor)
@@ -124,7 +147,7 @@ class _Parser:
 
     def _mixed_in_a_line(self, whole: Token, factor: Node) -> Node:
         """`7 3/4`; other numbers side by side have no meaning."""
-        above, slash, below = self._next(), self._next(), self._next()
+        above, slash, below = self.take(), self.take(), self.take()
         integers = all(one.kind == "number" and one.text.isdecimal() for one in (whole, above, below))
         if not (above.spaced and slash.text == "/" and integers) or self._is("sign", "^", "!"):
             raise Unreadable("two numbers side by side")
@@ -137,14 +160,14 @@ class _Parser:
     def _factor(self) -> Node:
         base = self._factorials(self._deeper(self._primary))
         if self._is("sign", "^"):
-            self._next()
+            self.take()
             return self._factorials(power(base, self._deeper(self._exponent)))
         return base
 
     def _factorials(self, node: Node) -> Node:
         count = 0
         while self._is("sign", "!"):
-            self._next()
+            self.take()
             count += 1
         if count > 2:
             raise Unreadable("a factorial of a kind that nobody uses")
@@ -156,12 +179,12 @@ class _Parser:
         minus = self._minus()
         node = self._deeper(self._primary) if braces else self._factorials(self._deeper(self._primary))
         if self._is("sign", "^"):
-            self._next()
+            self.take()
             node = power(node, self._deeper(self._exponent))
         return negate(node) if minus else node
 
     def _primary(self) -> Node:
-        token = self._next()
+        token = self.take()
         match token.kind:
             case "number":
                 return numeral(token.text)
@@ -180,21 +203,23 @@ class _Parser:
 
     def _name(self, name: str) -> Node:
         """A symbol; one before brackets is a factor of its own, unless functions are called so."""
-        if self._is("open", "(") and (name[0] in _FUNCTION_LETTERS or name[-1] == "'" or self._zero_follows()):
+        if self._is("open", "(") and (name[0] in _FUNCTION_LETTERS or name[-1] == "'" or self._called(name)):
             return call("apply", symbol(name), self._deeper(self._primary))
         return symbol(name)
 
-    def _zero_follows(self) -> bool:
-        """Whether `(0)` comes next: y(0) is the value of a function, and not 0."""
-        return len(self._rest) > 1 and self._rest[-1].text == "0" and self._rest[-2] == Token("close", "(")
+    def _called(self, name: str) -> bool:
+        """Whether `(0)` comes next, since y(0) is the value of a function; for some letters also `(1)` or `(x)`."""
+        if len(self._rest) < 2 or self._rest[-2] != Token("close", "("):
+            return False
+        return self._rest[-1].text == "0" or (name in _OF_ONE and self._rest[-1].kind in ("number", "name"))
 
     def _bracketed(self, bracket: str) -> Node:
         bars, self._bars = self._bars, 0
         inside = self.expression()
         if bracket == "{" and self._is("sign", "\\over", "\\choose"):
-            join = divide if self._next().text == "\\over" else binomial
+            join = divide if self.take().text == "\\over" else binomial
             inside = join(inside, self.expression())
-        closing = self._next()
+        closing = self.take()
         if closing.text != bracket or closing.kind == "open" or (closing.kind == "sign" and bracket != "|"):
             raise Unreadable("brackets do not match")
         self._bars = bars
@@ -205,7 +230,7 @@ class _Parser:
     def _between_bars(self) -> Node:
         self._bars += 1
         inside = self.expression()
-        if self._next().text != "|":
+        if self.take().text != "|":
             raise Unreadable("bars do not match")
         self._bars -= 1
         return call("abs", inside)
@@ -216,7 +241,7 @@ class _Parser:
         """What a macro takes: a group, or a single digit, letter or macro. A root takes all digits."""
         if not self._is("number") or digits == 0:
             return self._deeper(self._primary)
-        text = self._next().text
+        text = self.take().text
         if not text.isdecimal():
             raise Unreadable("a macro before a decimal")
         if len(text) > 1:
@@ -233,7 +258,7 @@ class _Parser:
     def _root(self) -> Node:
         exponent = HALF
         if self._is("open", "["):
-            self._next()
+            self.take()
             exponent = power(self._deeper(lambda: self._bracketed("[")), MINUS_ONE)
         return power(self._argument(digits=0), exponent)
 
@@ -242,10 +267,10 @@ class _Parser:
     def _function(self, name: str) -> Node:
         base = exponent = None
         if self._is("sign", "_"):
-            self._next()
+            self.take()
             base = self._deeper(self._primary)
         if self._is("sign", "^"):
-            self._next()
+            self.take()
             exponent = self._deeper(self._exponent)
         if exponent == MINUS_ONE and name in _INVERTIBLE:
             name, exponent = f"a{name}", None
@@ -256,6 +281,8 @@ class _Parser:
         """What a function is applied to: brackets, or the factors that follow."""
         if self._is("open"):
             return self._deeper(self._primary)
+        if self._is("sign", "+"):
+            raise Unreadable("a function of nothing")
         minus = self._minus()
         factors = [self._factor_or_mixed()]
         while self.token.kind in ("number", "name", "macro") and not self._exponential():

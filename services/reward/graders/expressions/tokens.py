@@ -43,6 +43,7 @@ class Token(NamedTuple):
 
 _PRODUCTS = re.compile(r"[t-z]+|[a-d]+|[p-t]+|[k-n]+")
 """Three letters or more that are read as a product; other words are words."""
+_NO_PRODUCT = re.compile(r"[IVX]{2,}|no|on|or|of|if|is")
 
 _SPACE = r"(?:\s|~|\\[,;:!> ])+|\\(?:left|right)\s*\."
 _PERIOD = r"\\(?:overline|bar)\s*(?:\{\d+\}|\d)|\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?"
@@ -64,12 +65,15 @@ _TRANSLATION = str.maketrans(UNICODE)
 _SEPARATED = re.compile(
     r"(?<![\d.,])[1-9]\d{0,2}(?:(?:\{,\}|,\\!|,|\\[,;:! ]|[ ~\u00a0\u2009\u202f])\d{3})+(?![\d,]|\s*/)"
 )
+_HEXADECIMAL = re.compile(r"(?<![\w.])0[xXbBoO][0-9]")
+_DERIVATIVE = re.compile(r"\\[dt]?frac\s*\{\s*d\s*[a-zA-Z]?\s*\}\s*\{\s*d\s*[a-z]\s*\}")
 _NOT_A_DIGIT = re.compile(r"\D")
 _CHOOSE = re.compile(
-    r"(?:\{\}\s*)?[_^]\s*\{?(\d+)\}?\s*C\s*_\s*\{?(\d+)\}?"
-    r"|\bC\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)|(?<![\d.])(\d+)\s*C\s*(\d+)(?![\d.])"
+    r"(?:\{\}\s*)?[_^]\s*\{?(\d+)\}?\s*([CP])\s*_\s*\{?(\d+)\}?"
+    r"|\b([CP])\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)|(?<![\d.])(\d+)\s*([CP])\s*(\d+)(?![\d.])"
+    r"|\b([CP])_\s*\{?(\d\d|[4-9])\}?\s*\^\s*\{?(\d)\}?"
 )
-"""10C3 and its other spellings."""
+"""10C3 and its other spellings, and likewise 10P3 for what is chosen in order."""
 
 
 def tokenize(text: str) -> list[Token]:
@@ -101,8 +105,10 @@ def _plain(text: str) -> str:
         text = _LOWERED.sub(lambda run: "_{" + "".join(map(SUBSCRIPTS.__getitem__, run.group())) + "}", text)
         text = "".join(map(_vulgar_fraction, text))
         text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION))
+    if _HEXADECIMAL.search(text) or _DERIVATIVE.search(text):
+        raise Unreadable("a number of a programming language, or a derivative")
     text = _SEPARATED.sub(lambda run: _NOT_A_DIGIT.sub("", run.group()), text)
-    return _CHOOSE.sub(_binomial, text) if "C" in text else text
+    return _CHOOSE.sub(_binomial, text) if "C" in text or "P" in text else text
 
 
 def _vulgar_fraction(character: str) -> str:
@@ -111,8 +117,8 @@ def _vulgar_fraction(character: str) -> str:
 
 
 def _binomial(match: re.Match[str]) -> str:
-    above, below = (one for one in match.groups() if one is not None)
-    return f"\\binom{{{above}}}{{{below}}}"
+    letter, above, below = sorted((one for one in match.groups() if one), key=str.isdecimal)
+    return f"\\binom{{{above}}}{{{below}}}" + (f"({below})!" if letter == "P" else "")
 
 
 def _append(tokens: list[Token], match: re.Match[str], kind: str, spaced: bool) -> None:
@@ -166,6 +172,8 @@ def _word(text: str) -> list[Token]:
     """A function, a constant, or a product of letters; `sinx` is a function of one letter."""
     if known := _known(text):
         return [known]
+    if _NO_PRODUCT.fullmatch(text):
+        raise Unreadable(f"the word or Roman numeral {text[:20]}")
     if len(text) > 2 and not _PRODUCTS.fullmatch(text):
         head = _known(text[:-1])
         if not head or head.kind == "name":

@@ -13,7 +13,7 @@ TRIGONOMETRIC = _words("sin cos tan cot sec csc sinh cosh tanh coth sech csch")
 FUNCTIONS = {
     **{name: name for name in TRIGONOMETRIC},
     **{f"{prefix}{name}": f"a{name}" for name in TRIGONOMETRIC for prefix in ("a", "ar", "arc")},
-    **{name: name for name in _words("ln log lg exp abs floor ceil zeta cbrt")},
+    **{name: name for name in _words("ln log lg exp abs floor ceil zeta cbrt cis")},
     **{"cosec": "csc", "tg": "tan", "ctg": "cot", "Gamma": "gamma"},  # noqa: PIE800  stays on one line
 }
 """Names of functions in text, and in trees."""
@@ -44,6 +44,7 @@ WITH_ARGUMENTS = {
     **dict.fromkeys(_words("frac dfrac tfrac cfrac nicefrac"), "frac"),
     **dict.fromkeys(_words("binom dbinom tbinom"), "binom"),
     "sqrt": "sqrt",
+    "surd": "sqrt",
 }
 INVISIBLE = {
     *(f"{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")),

@@ -11,31 +11,33 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from services.reward.graders.expressions.equality import equal
+from services.reward.graders.expressions.evaluate import long_sum, rational
+from services.reward.graders.plus.assignments import assignments, sides, without_name
 from services.reward.graders.plus.choices import is_choice, same_choice
 from services.reward.graders.plus.equations import introduces, is_name, same_equation, same_name
 from services.reward.graders.plus.inequalities import COMPARISON
 from services.reward.graders.plus.intervals import interval
 from services.reward.graders.plus.normal import PLUS_MINUS, clean, key
 from services.reward.graders.plus.numbers import same_numeral, same_quantity, same_time
-from services.reward.graders.plus.phrases import same_phrase
+from services.reward.graders.plus.numerals import Based, Time
+from services.reward.graders.plus.phrases import is_truth, same_phrase, without_introduction
 from services.reward.graders.plus.reading import (
-    Based,
     Equation,
     Listing,
     Matrix,
     Ordered,
     Ratio,
-    Time,
     Value,
     is_grouped,
     read,
 )
 from services.reward.graders.plus.regions import Interval, Region
 from services.reward.graders.plus.relations import same_relation
+from services.reward.graders.plus.systems import Congruence, same_congruence
 from services.reward.graders.plus.units import Quantity
 
 MAX_CHARACTERS = 4000
-"""Longer texts are right only if they are the label."""
+"""Longer texts are right only if they are the label, or a sum of numbers."""
 MAX_DEPTH = 4
 MAX_COMPARISONS = 100
 """Of parts that are not the same text, in one answer."""
@@ -44,8 +46,10 @@ MAX_COMPARISONS = 100
 def same(answer: str, label: str) -> bool:
     """Whether the answer is right. Both are texts as they stand in their boxes. Bounded; raises nothing."""
     answer, label = " ".join(answer.split()), " ".join(label.split())
-    if answer == label or len(answer) + len(label) > MAX_CHARACTERS:
-        return bool(label) and answer == label
+    if answer == label:
+        return bool(label)
+    if len(answer) + len(label) > MAX_CHARACTERS:
+        return len(label) <= MAX_CHARACTERS and _same_sum(answer, label)
     answer, label = clean(answer), clean(label)
     if key(answer) == key(label):
         return bool(label)
@@ -55,7 +59,15 @@ def same(answer: str, label: str) -> bool:
         return same_choice(answer, label)
     if _Comparison().same(answer, label):
         return True
+    said, label_said = without_introduction(answer), without_introduction(label)
+    if (said != answer) != (label_said != label) and _Comparison().same(said, label_said):
+        return True
     return is_grouped(answer) and not is_grouped(label) and _Comparison().same(answer, label, grouped=False)
+
+
+def _same_sum(answer: str, label: str) -> bool:
+    value = long_sum(answer)
+    return value is not None and value == rational(clean(label))
 
 
 def same_text(answer: str, label: str) -> bool:
@@ -98,22 +110,17 @@ class _Comparison:
     def _equations(self, equation: Equation, other: Value) -> bool:
         if not isinstance(other, Equation):
             return self._named(equation, other)
-        sides, others = equation.sides, other.sides
-        if len(sides) != 2 or len(others) != 2:
-            return False
-        if (
-            is_name(sides[0])
-            and is_name(others[0])
-            and same_name(sides[0], others[0])
-            and self.same(sides[1], others[1])
-        ):
+        mine, others = equation.sides, other.sides
+        if len(mine) != 2 or len(others) != 2:
+            return self._match(mine, others)
+        if is_name(mine[0]) and is_name(others[0]) and same_name(mine[0], others[0]) and self.same(mine[1], others[1]):
             return True
-        return same_equation(sides, others) is True
+        return same_equation(mine, others) is True
 
     def _named(self, equation: Equation, other: Value) -> bool:
         """A chain of equal sides, of which the first may be a name, for a value: all must be that value."""
-        sides = equation.sides[1:] if introduces(equation.sides[0], equation.sides[1]) else equation.sides
-        return all(sides) and all(self._same_values(read(side), other) for side in sides)
+        values = equation.sides[1:] if introduces(equation.sides[0], equation.sides[1]) else equation.sides
+        return all(values) and all(self._same_values(read(value), other) for value in values)
 
     # ----------------------------------------------------------------------------------------------------- collections
 
@@ -121,33 +128,36 @@ class _Comparison:
         if isinstance(other, Listing):
             return self._same_lists(listing, other)
         if isinstance(other, Ordered):
-            values = _assigned(listing)
-            return bool(values) and other.brackets == "()" and self._all_same(values, other.items)
+            values = list(assignments(listing.items).values())
+            if values and other.brackets == "()" and self._all_same(values, other.items):
+                return True
         items = self._spread(listing.items)
         if isinstance(other, Region) and not other.intervals:
             return self._match(items, other.numbers)
-        if isinstance(other, Matrix) or len(items) != 1:
+        if isinstance(other, Matrix) or len(items) != 1 or self._depth > 1:
             return False
         return self._same_values(read(items[0]), other)
 
     def _spread(self, items: Sequence[str]) -> list[str]:
         """The items, with both values of those that have two, and without the name that all are values of."""
         spread: list[str] = []
-        for item in _without_name(items):
+        for item in without_name(items):
             value = read(item) if PLUS_MINUS in item else None
             spread.extend(value.items if isinstance(value, Listing) else (item,))
         return spread
 
     def _same_lists(self, one: Listing, other: Listing) -> bool:
-        mine, others = _assignments(one), _assignments(other)
-        if len(mine) > 1 and not _sides(other.items):
+        mine, others = assignments(one.items), assignments(other.items)
+        if len(mine) > 1 and not sides(other.items):
             return self._all_same(list(mine.values()), other.items)
-        if len(others) > 1 and not _sides(one.items):
+        if len(others) > 1 and not sides(one.items):
             return self._all_same(one.items, list(others.values()))
         if len(mine) > 1 or len(others) > 1:
             return mine.keys() == others.keys() and all(self.same(mine[name], others[name]) for name in mine)
         if one.joined and other.joined and one.joined != other.joined and COMPARISON.search("".join(one.items)):
             return False
+        if all(map(is_truth, one.items + other.items)):
+            return self._all_same(one.items, other.items)
         return self._match(self._spread(one.items), self._spread(other.items))
 
     def _ordered(self, one: Ordered, other: Value) -> bool:
@@ -159,6 +169,14 @@ class _Comparison:
         if isinstance(other, Matrix) and one.brackets == "()":
             cells = [cell for row in other.rows for cell in row]
             return 1 in (len(other.rows), len(other.rows[0])) and self._all_same(one.items, cells)
+        if isinstance(other, Matrix):
+            rows = [read(item) for item in one.items]
+            return len(rows) == len(other.rows) and all(
+                isinstance(mine, Ordered) and mine.brackets == "[]" and self._all_same(mine.items, its)
+                for mine, its in zip(rows, other.rows, strict=True)
+            )
+        if one.brackets == "()" and isinstance(other, Quantity) and (point := _POINT.fullmatch(other.number)):
+            return self._same_values(one, read(point[1]))
         return (
             len(one.items) == 1
             and one.brackets == "[]"
@@ -216,12 +234,19 @@ class _Comparison:
             return False
         return equal(f"({one.terms[0]})/({one.terms[1]})", other.number) is True
 
+    def _congruences(self, one: Congruence, other: Value) -> bool:
+        if isinstance(other, Congruence):
+            return same_congruence(one, other)
+        reduced = not one.name and equal(f"\\lfloor({one.residue})/({one.modulus})\\rfloor", "0") is True
+        return reduced and isinstance(other, Quantity) and self.same(one.residue, other.number)
+
     _BY_KIND: ClassVar[Sequence[tuple[type, Callable[..., bool]]]] = (
         (Equation, _equations),
         (Listing, _listings),
         (Ordered, _ordered),
         (Matrix, _matrices),
         (Region, _regions),
+        (Congruence, _congruences),
         (Based, lambda _, one, other: same_numeral(one, other)),
         (Time, lambda _, one, other: same_time(one, other)),
         (Ratio, _ratios),
@@ -230,38 +255,11 @@ class _Comparison:
     """The first kind that one of the two is says how they are compared."""
 
 
+_POINT = re.compile(r"[ABDEFMOPQRST]\s*(\(.*\))")
+"""A point with its name; other letters in front of brackets are distributions or numbers of combinations."""
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,60})", re.ASCII)
 
 
 def _different_integers(one: str, other: str) -> bool:
     """Integers as they are usually written are equal only if their texts are."""
     return bool(_INTEGER.fullmatch(one) and _INTEGER.fullmatch(other))
-
-
-def _sides(items: Sequence[str]) -> list[tuple[str, str]] | None:
-    """The items as names and their values; None unless all are that."""
-    sides = [item.split("=") for item in items]
-    if any(len(one) != 2 or not is_name(one[0].strip()) for one in sides):
-        return None
-    return [(name.strip(), value.strip()) for name, value in sides]
-
-
-def _assignments(listing: Listing) -> dict[str, str]:
-    """The values of `x=1, y=2` by their names, in this order; nothing if it is no such list."""
-    sides = _sides(listing.items) or []
-    return dict(sides) if len(dict(sides)) == len(sides) else {}
-
-
-def _assigned(listing: Listing) -> list[str]:
-    return list(_assignments(listing).values())
-
-
-def _without_name(items: Sequence[str]) -> Sequence[str]:
-    """`x=1, x=2` and `x=1, 2` are the values 1 and 2."""
-    sides = _sides(items)
-    if sides and len({name for name, _ in sides}) == 1:
-        return [value for _, value in sides]
-    first = _sides(items[:1])
-    if first and not any("=" in item for item in items[1:]):
-        return [first[0][1], *items[1:]]
-    return items

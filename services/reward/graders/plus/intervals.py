@@ -7,7 +7,7 @@ import re
 from services.reward.graders.plus.inequalities import COMPARISON, VARIABLE, read_inequalities
 from services.reward.graders.plus.normal import ABOUT, EMPTY, IN, REALS, SET_CLOSE, SET_OPEN, UNION, WITHOUT
 from services.reward.graders.plus.pieces import in_brackets, split
-from services.reward.graders.plus.regions import LINE, Interval, Region, without
+from services.reward.graders.plus.regions import INFINITY, LINE, MINUS_INFINITY, Interval, Region, without
 
 _UNION = re.compile(rf"\s*(?:{UNION}|(?<=[\])]) ?U ?(?=[\[(]))\s*")
 _WITHOUT = re.compile(rf"\s*(?:{WITHOUT}|(?<={REALS})\s*-(?=\s*{SET_OPEN}))\s*")
@@ -15,7 +15,14 @@ _COMMA = re.compile(r"\s*,\s*")
 _BUILDER = re.compile(
     rf"{SET_OPEN}\s*(?P<name>[A-Za-z])\s*(?:{IN}\s*{REALS}\s*)?[|:]\s*(?P<condition>.*){SET_CLOSE}", re.DOTALL
 )
-_LINE = {REALS, "all real numbers", "(-\\infty,\\infty)", "(-\\infty, \\infty)"}
+_POSITIVE = {f"{REALS}^+", f"{REALS}^{{+}}", f"{REALS}_+", f"{REALS}_{{+}}", f"{REALS}_{{>0}}"}
+_LINE = {
+    REALS,
+    "all real numbers",
+    "all reals",
+    "the real numbers",
+    *(f"({MINUS_INFINITY},{space}{INFINITY})" for space in ("", " ")),
+}
 
 
 def read_region(text: str) -> Region | None:
@@ -23,7 +30,7 @@ def read_region(text: str) -> Region | None:
 
     A lone interval may be a point, so it is none here; `interval` reads it once that is settled.
     """
-    if text in _LINE:
+    if text in _LINE or text.casefold() in _LINE:
         return Region((LINE,))
     if builder := _BUILDER.fullmatch(text):
         text = builder["condition"]
@@ -62,6 +69,8 @@ def _read_union(text: str, variable: str) -> Region | None:
         inside = in_brackets(part)
         if part == REALS:
             intervals.append(LINE)
+        elif part.replace(" ", "") in _POSITIVE:
+            intervals.append(Interval("0", INFINITY))
         elif piece := interval(part):
             intervals.append(piece)
         elif inside is not None and part[0] == SET_OPEN:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.reward.graders.expressions.equality import equal
-from services.reward.graders.plus.reading import Based, Time, Value
+from services.reward.graders.plus.numerals import Based, Time
+from services.reward.graders.plus.reading import Value
 from services.reward.graders.plus.unit_names import GENERIC, PERCENT, factor_between
 from services.reward.graders.plus.units import Quantity
 
@@ -32,7 +33,7 @@ def same_numeral(one: Based, other: Value) -> bool:
     """Equal values; a numeral without a base may be one in ten, or the same numeral."""
     if isinstance(other, Based):
         return one == other or (_value(one) is not None and _value(one) == _value(other))
-    if not isinstance(other, Quantity) or other.unit:
+    if not isinstance(other, Quantity) or other.unit or _value(one) is None:
         return False
     return other.number in (one.digits, str(_value(one)))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from services.reward.graders.plus.equations import is_name
+from services.reward.graders.plus.inequalities import COMPARISON
 from services.reward.graders.plus.intervals import read_region
 from services.reward.graders.plus.normal import (
     ABOUT,
@@ -21,9 +22,11 @@ from services.reward.graders.plus.normal import (
     PLUS_MINUS,
     SET_OPEN,
 )
+from services.reward.graders.plus.numerals import Based, Time, read_based, read_time
 from services.reward.graders.plus.pieces import in_brackets, split
 from services.reward.graders.plus.regions import Region
-from services.reward.graders.plus.units import Quantity, read_quantity
+from services.reward.graders.plus.systems import Congruence, read_congruence
+from services.reward.graders.plus.units import Quantity, read_compound, read_quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,62 +59,31 @@ class Equation:
 
 
 @dataclass(frozen=True, slots=True)
-class Based:
-    """A numeral with its base."""
-
-    digits: str
-    base: int
-
-
-@dataclass(frozen=True, slots=True)
-class Time:
-    hours: int
-    minutes: str
-    half: str
-    """`am`, `pm`, or empty if it is not said."""
-
-
-@dataclass(frozen=True, slots=True)
 class Ratio:
     terms: tuple[str, ...]
 
 
-Value = Listing | Ordered | Matrix | Equation | Region | Based | Time | Ratio | Quantity
+Value = Listing | Ordered | Matrix | Equation | Region | Congruence | Based | Time | Ratio | Quantity
 
 MAX_SIGNS = 3
 MAX_ITEMS = 2000
 MAX_BRACKETS = 9
 
 _MATRIX = re.compile(
-    r"\\begin\s*\{\s*(?P<name>[pbBv]?matrix|smallmatrix|array)\*?\s*\}(?:\s*\{[lcr| ]*\})?(?P<cells>.*)"
+    r"(?P<factor>(?:[^=,;&<>]*[\w})*+-])?)\s*"
+    r"\\begin\s*\{\s*(?P<name>[pbBv]?(?:small)?matrix|array)\*?\s*\}(?:\s*\{[lcr| ]*\})?(?P<cells>.*)"
     r"\\end\s*\{\s*(?P=name)\*?\s*\}",
     re.DOTALL,
 )
+_TRANSPOSED = re.compile(r"(?<=[)\]}])\s*\^\s*(?:T|\\top|\\intercal|\{\s*(?:T|\\top|\\intercal)\s*\})\Z")
 _SEPARATOR = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b)\s*")
+_ADJACENT = re.compile(r"(,[^(),]*\))\s+(\([^(),]*,)")
+"""Points with nothing but a space between them."""
 _GROUPED = re.compile(r"-?\$?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)(?P<unit>\s*[^,;]*)")
 _EQUAL = re.compile("=")
+_SEMICOLON = re.compile(";")
 _COLON = re.compile(":")
-_TIME = re.compile(r"(?P<hours>\d{1,2})\s*:\s*(?P<minutes>\d\d)\s*(?:(?P<half>[ap])\.?\s*m\.?)?", re.IGNORECASE)
-_BASED = re.compile(r"\(?(?P<digits>[0-9A-Z]+)\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(?P<base>\d{1,2}|[a-z]+)\s*\}?\s*\}?")
-_BASES = [
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-]
 _ORDINAL = re.compile(r"(?P<number>\d+)\s*\^?\s*\{?\s*(?:\\text\s*\{)?\s*(?:st|nd|rd|th)\s*\}?\s*\}?")
-_WORDS = re.compile(r"\\text\s*\{([^{}]*)\}")
 _QUALIFIER = re.compile(rf"\s*[a-z]\s*{IN}\s*\\mathbb\s*\{{?[ZNQ]\}}?.*")
 
 
@@ -122,11 +94,15 @@ def is_grouped(text: str) -> bool:
 
 def read(text: str, grouped: bool = True) -> Value:
     """The answer that a clean text is. `grouped`: digits in groups of three are one number, not a list."""
-    if ("matrix" in text or "array" in text) and (matrix := _read_matrix(text)):
+    if ("matrix" in text or "array" in text or text[-2:] in ("^T", "T}", "op")) and (matrix := _read_matrix(text)):
         return matrix
     region = read_region(text)
     if region:
         return region
+    if congruence := read_congruence(text):
+        return congruence
+    if compound := read_compound(text):
+        return compound
     if listing := _read_listing(text, grouped):
         return listing
     if PLUS_MINUS in text and text[0] != SET_OPEN and text.count(PLUS_MINUS) + text.count(MINUS_PLUS) <= MAX_SIGNS:
@@ -151,6 +127,9 @@ def _read_bracketed(text: str, inside: str, grouped: bool) -> Value:
     if text[0] == SET_OPEN:
         return Listing(tuple(items))
     brackets = text[0] + text[-1]
+    rows = split(inside, _SEMICOLON)[0]
+    if brackets == "[]" and len(rows) > 1 and "," in inside:
+        return Matrix(tuple(tuple(split(row, _SEPARATOR)[0]) for row in rows))
     if len(items) > 1:
         return Ordered(tuple(items), "()" if brackets == ANGLE_OPEN + ANGLE_CLOSE else brackets)
     return Ordered((inside,), brackets) if brackets != "()" else _read_single(inside)
@@ -167,12 +146,16 @@ def _without_brackets(text: str) -> str:
 
 
 def _read_listing(text: str, grouped: bool) -> Listing | None:
-    if text == EMPTY:
+    if text == EMPTY or text.casefold() in ("empty set", "the empty set"):
         return Listing(())
+    if "," in text:
+        text = _ADJACENT.sub(r"\1, \2", text)
     if not ("," in text or ";" in text or " or " in text or " and " in text) or (grouped and is_grouped(text)):
         return None
     parts, separators = split(text, _SEPARATOR)
-    items = [part for part in parts if part and not _QUALIFIER.fullmatch(part)]
+    items = [part for part in parts if part]
+    if not COMPARISON.search(text):
+        items = [item for item in items if not _QUALIFIER.fullmatch(item)]
     if len(parts) < 2 or len(items) > MAX_ITEMS:
         return None
     words = [word for word in ("and", "or") if any(word in one for one in separators)]
@@ -192,35 +175,46 @@ def _with_both_signs(text: str) -> Listing:
 
 
 def _read_matrix(text: str) -> Matrix | None:
-    text = _without_brackets(text)
+    text, transposed = _transposed(_without_brackets(text))
     inside = in_brackets(text)
+    if transposed and inside and "\\begin" not in inside and text[0] in "([":
+        return Matrix(tuple((item,) for item in split(inside, _SEPARATOR)[0]))
     if inside and inside.startswith("\\begin") and text[0] in "([":
         text = inside
     found = _MATRIX.fullmatch(text)
-    if not found or found["name"] == "vmatrix" or "\\begin" in found["cells"]:
+    if not found or found["name"].startswith("v") or "\\begin" in found["cells"]:
         return None
+    factor = found["factor"].strip(" *")
     rows = [row for row in found["cells"].split("\\\\") if row.strip()]
-    return Matrix(tuple(tuple(cell.strip() for cell in row.split("&")) for row in rows))
+    if not rows:
+        return None
+    cells = [tuple(_scaled(cell.strip(), factor) for cell in row.split("&")) for row in rows]
+    if transposed and len({len(row) for row in cells}) == 1:
+        cells = zip(*cells, strict=True)
+    return Matrix(tuple(cells))
+
+
+def _transposed(text: str) -> tuple[str, bool]:
+    """What a sign of transposition stands behind, and whether it does."""
+    found = _TRANSPOSED.search(text)
+    return (text[: found.start()], True) if found else (text, False)
+
+
+def _scaled(cell: str, factor: str) -> str:
+    if factor in ("", "+"):
+        return cell
+    return f"-({cell})" if factor == "-" else f"({factor})*({cell})"
 
 
 def _read_single(text: str) -> Value:
+    if time := read_time(text):
+        return time
     if ":" in text:
-        plain = _WORDS.sub(r"\1", text)
-        if time := _TIME.fullmatch(plain.strip()):
-            return Time(int(time["hours"]), time["minutes"], f"{time['half']}m".lower() if time["half"] else "")
         terms, _ = split(text, _COLON)
         if len(terms) > 1 and all(terms):
             return Ratio(tuple(terms))
-    if "_" in text and (based := _BASED.fullmatch(text)):
-        base = _base(based["base"])
-        if base and based["digits"][0].isdigit():
-            return Based(based["digits"], base)
+    if based := read_based(text):
+        return based
     if text[-1:] in "thnds}" and (ordinal := _ORDINAL.fullmatch(text)):
         return Quantity(ordinal["number"])
     return read_quantity(text)
-
-
-def _base(text: str) -> int | None:
-    if text.isdecimal():
-        return int(text) if 2 <= int(text) <= 36 else None
-    return _BASES.index(text) + 2 if text in _BASES else None

@@ -45,12 +45,10 @@ def without(region: Region, numbers: Sequence[str]) -> Region | None:
         return None
     pieces = list(region.intervals)
     for number in numbers:
-        inside = [_contains(piece, values[number]) for piece in pieces]
-        if None in inside:
+        left = [_left_of(piece, number, values[number]) for piece in pieces]
+        if None in left:
             return None
-        if True in inside:
-            at = inside.index(True)
-            pieces[at : at + 1] = _cut(pieces[at], number)
+        pieces = [piece for parts in left for piece in parts or ()]
     return replace(region, intervals=tuple(pieces))
 
 
@@ -58,12 +56,16 @@ def _cut(piece: Interval, number: str) -> tuple[Interval, Interval]:
     return replace(piece, high=number, high_closed=False), replace(piece, low=number, low_closed=False)
 
 
-def _contains(piece: Interval, value: Fraction | None) -> bool | None:
-    """Whether a number lies inside of an interval, its ends excepted; None if an end is not rational."""
+def _left_of(piece: Interval, number: str, value: Fraction | None) -> Sequence[Interval] | None:
+    """What is left of an interval without a number; None if an end is not rational."""
     low, high = rational(piece.low), rational(piece.high)
     if value is None or (low is None and piece.low != MINUS_INFINITY) or (high is None and piece.high != INFINITY):
         return None
-    return (low is None or low < value) and (high is None or value < high)
+    if value in (low, high):
+        low_closed, high_closed = piece.low_closed and value != low, piece.high_closed and value != high
+        return (replace(piece, low_closed=low_closed, high_closed=high_closed),)
+    inside = (low is None or low < value) and (high is None or value < high)
+    return _cut(piece, number) if inside else (piece,)
 
 
 def both(one: Region, other: Region, or_either: bool) -> Region | None:
