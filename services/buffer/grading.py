@@ -48,6 +48,7 @@ class Grader:
         self._reward = reward_pb2_grpc.RewardServiceStub(reward_channel)
         self._calls = asyncio.Semaphore(GRADE_CALLS)
         self._grading: set[str] = set()
+        self._ends = set(run.tokenizer.all_special_ids)
 
     async def step(self) -> None:
         """Start grading whatever waits for it."""
@@ -111,10 +112,13 @@ class Grader:
         return [[one for one in islice(found, group.number("finished")) if one] for group in groups]
 
     def _texts(self, samples: list[common_pb2.Sample]) -> list[str]:
+        """Responses as graders and hooks see them: with special tokens, but for the one that ended the generation."""
+        ids = [list(one.response_token_ids) for one in samples]
+        for one, sample in zip(ids, samples, strict=True):
+            if one and sample.finish_reason == common_pb2.FINISH_REASON_STOP and one[-1] in self._ends:
+                del one[-1]
         # Unlike decode(), it lets other threads run meanwhile.
-        return self._run.tokenizer.backend_tokenizer.decode_batch(
-            [list(one.response_token_ids) for one in samples], skip_special_tokens=False
-        )
+        return self._run.tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=False)
 
     def _items(self, groups: list[Group], payloads: list[list[bytes]]) -> list[reward_pb2.GradeItem]:
         samples = [[common_pb2.Sample.FromString(one) for one in ours] for ours in payloads]

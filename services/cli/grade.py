@@ -18,13 +18,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from services.cli.run_argument import refuse
-from services.common.spec import RewardSpec, explain
+from services.common.spec import RewardSpec, SpecError, explain
 
 if TYPE_CHECKING:
     from services.reward.files import GradedRow
 
-RIGHT_FROM = 0.5
-"""A value above it says that the response is right, as one of `expected` does."""
 SLOW_FRACTION = 0.99
 
 
@@ -34,7 +32,10 @@ class Summary:
 
     verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
     judged: Counter[tuple[bool, bool]] = field(default_factory=Counter)
-    """Rows with `expected`, by (expected right, graded right)."""
+    """Rows with `expected`, by (expected right, value agrees)."""
+    unscored: int = 0
+    """Of these, rows whose verdict is no score."""
+    values: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """Of the rows that took a worker's time."""
 
@@ -43,9 +44,10 @@ class Summary:
         self.verdicts[row.graded.verdict.name, row.graded.reason.name] += 1
         if row.graded.seconds:
             self.seconds.append(row.graded.seconds)
-        expected = row.content.get("expected")
-        if isinstance(expected, int | float):
-            self.judged[expected > RIGHT_FROM, row.value > RIGHT_FROM] += 1
+        self.values.append(row.value)
+        if row.right is not None:
+            self.judged[bool(row.content["expected"]), row.right] += 1
+            self.unscored += row.graded.verdict.name != "SCORED"
 
 
 def grade(
@@ -90,7 +92,7 @@ def grade(
         ) as bar:
             count = _counter(summary, bar, rows)
             grade_file(read_rows(file, spec), spec, output, count)
-    except (BadRow, OSError) as error:
+    except (BadRow, OSError, SpecError) as error:
         refuse(error)
     _show(summary, time.monotonic() - began)
 
@@ -120,11 +122,14 @@ def _show(summary: Summary, wall_s: float) -> None:
         table.add_row(verdict, reason, str(count), f"{count / rows:.1%}")
     console.print(table)
     if judged := summary.judged.total():
-        right = summary.judged[True, True] + summary.judged[False, False]
+        right = summary.judged[True, True] + summary.judged[False, True]
         typer.echo(
             f"accuracy {right / judged:.2%} of {judged} rows with `expected`: "
-            f"{summary.judged[False, True]} false positives, {summary.judged[True, False]} false negatives"
+            f"{summary.judged[False, False]} false positives, {summary.judged[True, False]} false negatives, "
+            f"{summary.unscored} without a score"
         )
+    if rows:
+        typer.echo(f"mean value {statistics.fmean(summary.values):.4g}")
     typer.echo(f"{rows} rows in {wall_s:.1f} s, the start of the workers included; {_times(summary.seconds)}")
 
 

@@ -28,6 +28,7 @@ HOOK = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 BUILT_IN_GRADERS = ("deepscaler", "deepscaler_plus", "math", "dapo", "f1", "gpqa", "ifbench")
 REMOTE_GRADER = "remote"
+REMOTE_URL = r"(https?://\S+|grpc://[^\s/]+:\d+/\S+)?"
 MAX_CUSTOM_TIMEOUT_S = 600.0
 BOXED = "boxed_"
 """Before a grader's name: only the last box of the response is graded."""
@@ -318,7 +319,7 @@ class RewardSpec(Strict):
     """Items that may wait; more are refused."""
     values: RewardValues = RewardValues()
     """What verdicts are worth."""
-    remote_url: str = Field(default="", pattern=r"^(https?://\S+|grpc://[^\s/]+:\d+/\S+)?$")
+    remote_url: str = ""
     """Where grader `remote` asks. http(s)://...: POST of JSON {prompt, response, label, metadata}, answered by a number
     or {"reward": number}. grpc://host:port/grader: a service that speaks flotilla.reward.v1."""
     custom_workers: int = Field(default=8, ge=1)
@@ -339,6 +340,8 @@ class RewardSpec(Strict):
     def _custom_fields_fit(self) -> Self:
         if (self.grader == REMOTE_GRADER) != bool(self.remote_url):
             raise ValueError('reward.remote_url belongs to reward.grader = "remote": give both or none')
+        if not re.fullmatch(REMOTE_URL, self.remote_url):
+            raise ValueError("reward.remote_url must be http(s)://host..., or grpc://host:port/grader")
         if self.custom_per_group and ":" not in self.grader:
             raise ValueError("reward.custom_per_group belongs to a function of your own in reward.grader")
         return self

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,19 +23,24 @@ from services.reward.verdicts import Graded, Item, Question, Verdict
 from services.reward.worker import Decide
 
 VERSION = "custom"
+LOAD = Question("", "")
+"""Asks for nothing but that the function is imported."""
 
 
 def custom_grader(spec: RewardSpec) -> Grader:
     """The run's own grader; its digest is empty, since its source is not ours."""
     ask_about_group = ask_about_all if spec.custom_per_group else None
-    return Grader(spec.remote_url or spec.grader, VERSION, "", ask_about, _in_workers_only, ask_about_group)
+    return Grader(spec.grader, VERSION, "", ask_about, _in_workers_only, ask_about_group, spec.remote_url)
 
 
 def custom_pool(spec: RewardSpec) -> WorkerPool:
     """Workers for it; nothing is remembered, since such a grader may change its mind."""
     loader = f"{__name__}:{find.__name__}"
     size, timeout_s = spec.custom_workers, spec.custom_timeout_s
-    return WorkerPool(size, timeout_s, spec.max_queue, network=True, loader=loader, cache_size=0)
+    first_question = spec.remote_url or spec.grader, LOAD
+    return WorkerPool(
+        size, timeout_s, spec.max_queue, network=True, loader=loader, cache_size=0, first_question=first_question
+    )
 
 
 def ask_about(item: Item) -> Question:
@@ -50,21 +55,29 @@ def ask_about_all(items: Sequence[Item]) -> Question:
 
 def find(name: str) -> Decide:
     """The deciding function for a URL or for `package.module:function`. Raises what the import raises."""
-    return lambda question: _decide(name, json.loads(question.answer))
-
-
-def _decide(name: str, asked: Any) -> Graded:
-    if isinstance(asked, list):
-        return _scores(_call(name, [Item(**one) for one in asked]), len(asked))
-    item = Item(**asked)
     if name.startswith("grpc://"):
-        return ask_service(name, item)
-    return Graded(Verdict.SCORED, value=_score(post(name, item) if name.startswith("http") else _call(name, item)))
-
-
-def _call(name: str, about: Item | list[Item]) -> Any:
+        return lambda question: _about_one(question, lambda item: ask_service(name, item))
+    if name.startswith(("http://", "https://")):
+        return lambda question: _about_one(question, lambda item: _scored(post(name, item)))
     module, _, function = name.partition(":")
-    answer = getattr(importlib.import_module(module), function)(about)
+    found = getattr(importlib.import_module(module), function)
+    if not callable(found):
+        raise TypeError(f"{name} is no function")
+    return lambda question: _decide(found, question)
+
+
+def _about_one(question: Question, grade: Callable[[Item], Graded]) -> Graded:
+    return Graded(Verdict.SCORED) if question == LOAD else grade(Item(**json.loads(question.answer)))
+
+
+def _decide(function: Callable[[Any], Any], question: Question) -> Graded:
+    if question != LOAD and isinstance(asked := json.loads(question.answer), list):
+        return _scores(_call(function, [Item(**one) for one in asked]), len(asked))
+    return _about_one(question, lambda item: _scored(_call(function, item)))
+
+
+def _call(function: Callable[[Any], Any], about: Item | list[Item]) -> Any:
+    answer = function(about)
     return asyncio.run(_result(answer)) if inspect.isawaitable(answer) else answer
 
 
@@ -79,7 +92,13 @@ def _scores(answers: Any, count: int) -> Graded:
     return Graded(Verdict.SCORED, values=values)
 
 
+def _scored(answer: Any) -> Graded:
+    return Graded(Verdict.SCORED, value=_score(answer))
+
+
 def _score(answer: Any) -> float:
+    if isinstance(answer, Mapping) and "reward" not in answer:
+        raise ValueError(f"the answer has no `reward`, it has {', '.join(map(str, answer)) or 'nothing'}")
     value = float(answer["reward"] if isinstance(answer, Mapping) else answer)
     if not math.isfinite(value):
         raise ValueError(f"the reward is {value}")

@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from services.common.prompts import GRADER_KEY
 from services.common.spec import RewardSpec
@@ -19,6 +19,9 @@ from services.reward.pools import Pools
 from services.reward.servicer import reward_of
 from services.reward.verdicts import Graded, Item
 
+EXPECTED_KEY = "expected"
+RIGHT_FROM = 0.5
+"""A value above it says that the response is right, as `expected` does with 1."""
 BATCH = 256
 """Rows that are graded at a time."""
 
@@ -46,35 +49,53 @@ class GradedRow:
 
     def as_dict(self) -> dict[str, Any]:
         """The row of the output: the other fields of the input pass through."""
-        return {
+        row = {
             **self.content,
             "value": self.value,
             "verdict": self.graded.verdict.name,
             "reason": self.graded.reason.name,
             "seconds": round(self.graded.seconds, 6),
         }
+        if self.right is not None:
+            row["right"] = self.right
+        return {**row, "error": self.graded.failure} if self.graded.failure else row
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the value says what the row's `expected` says; None without that."""
+        expected = self.content.get(EXPECTED_KEY)
+        return None if expected is None else bool(expected) == (self.value > RIGHT_FROM)
 
 
 def read_rows(path: Path, spec: RewardSpec) -> Iterator[Row]:
     """The rows of a file; empty lines do not count.
 
     Args:
-        path: JSON lines with `response` and `label`; `truncated`, `prompt`, `metadata` and `group_id` are read where
-            they are.
+        path: JSON lines with `response` and `label`; `truncated`, `prompt`, `metadata`, `group_id` and `expected` are
+            read where they are.
         spec: Its grader is that of rows whose `metadata.rm_type` names no other.
 
     Raises:
-        BadRow: A line is not such a row, or its grader is unknown.
+        BadRow: A line is not such a row, its grader is unknown, or the rows of a group do not stand side by side.
         OSError: The file cannot be read.
     """
     own = custom_grader(spec) if spec.is_custom else None
+    if path.exists() and not path.is_file():
+        raise BadRow(f"{path}: is no regular file; rows are read twice, to check all before any is graded")
+    ended, group = set[str](), ""
     with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield _read_row(line, spec, own)
+                    row = _read_row(line, spec, own)
+                    if row.item.group_id != group:
+                        ended.add(group)
+                        group = row.item.group_id
+                    if spec.custom_per_group and group in ended:
+                        raise ValueError(f"`group_id` {group!r} was there before; put the rows of a group side by side")
                 except (ValueError, RecursionError) as error:
                     raise BadRow(f"{path}:{number}: {error}") from None
+                yield row
 
 
 def _read_row(line: str, spec: RewardSpec, own: Grader | None) -> Row:
@@ -89,14 +110,19 @@ def _read_row(line: str, spec: RewardSpec, own: Grader | None) -> Row:
     found = own if own and name == spec.grader else find_grader(str(name))
     if found is None:
         raise ValueError(f"unknown grader {name!r}; there are: {', '.join(sorted(GRADERS))}")
+    prompt, expected = content.get("prompt") or "", content.get(EXPECTED_KEY)
+    if expected not in (None, 0, 1) or isinstance(expected, str):
+        raise ValueError(f"`{EXPECTED_KEY}` is neither 0 nor 1")
+    if not isinstance(truncated := content.get("truncated") or False, bool | int):
+        raise ValueError("`truncated` is neither true nor false")
     item = Item(
         response,
         label,
-        truncated=bool(content.get("truncated", False)),
+        truncated=bool(truncated),
         require_think=spec.require_think,
-        prompt=str(content.get("prompt", "")),
+        prompt=prompt if isinstance(prompt, str) else json.dumps(prompt),
         metadata=metadata,
-        group_id=_text(content, "group_id") if spec.custom_per_group else "",
+        group_id=_text(content, "group_id") if spec.custom_per_group or "group_id" in content else "",
     )
     return Row(content, item, found)
 
@@ -104,7 +130,7 @@ def _read_row(line: str, spec: RewardSpec, own: Grader | None) -> Row:
 def _text(content: Mapping[str, Any], name: str) -> str:
     value = content.get(name)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"`{name}` is not a text" if name in content else f"there is no `{name}`")
+        raise ValueError(f"`{name}` is neither text nor a number" if name in content else f"there is no `{name}`")
     return str(value)
 
 
@@ -136,25 +162,35 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 def grade_file(rows: Iterator[Row], spec: RewardSpec, output: Path | None, seen: Callable[[GradedRow], None]) -> None:
     """Grade rows, call `seen` with each, and write them to `output`, which appears once it is complete.
 
+    What is no file, such as /dev/stdout, is written to as rows are graded. A link is followed.
+
     Raises:
         BadRow: As `read_rows` does; there is no output then.
         OSError: The output cannot be written, or no worker starts.
+        SpecError: The grader cannot be loaded.
     """
     if not output:
         return asyncio.run(_each(rows, spec, seen))
+    output = output.resolve()
+    if output.exists() and not output.is_file():
+        with output.open("w", encoding="utf-8", errors="surrogateescape") as stream:
+            return asyncio.run(_each(rows, spec, _writing(stream, seen)))
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         with unfinished.open("w", encoding="utf-8", errors="surrogateescape") as file:
-
-            def write(row: GradedRow) -> None:
-                file.write(json.dumps(row.as_dict()) + "\n")
-                seen(row)
-
-            asyncio.run(_each(rows, spec, write))
+            asyncio.run(_each(rows, spec, _writing(file, seen)))
         unfinished.replace(output)
     finally:
         unfinished.unlink(missing_ok=True)
     return None
+
+
+def _writing(stream: TextIO, seen: Callable[[GradedRow], None]) -> Callable[[GradedRow], None]:
+    def write(row: GradedRow) -> None:
+        stream.write(json.dumps(row.as_dict()) + "\n")
+        seen(row)
+
+    return write
 
 
 async def _each(rows: Iterator[Row], spec: RewardSpec, do: Callable[[GradedRow], None]) -> None:

@@ -56,9 +56,9 @@ async def _grade_items(grader: Grader, items: Sequence[Item], pool: WorkerPool) 
         drafts.append(grader.grade_cheaply(item))
         if index % ITEMS_PER_TURN == ITEMS_PER_TURN - 1:
             await asyncio.sleep(0)
-    answers = await _ask_all(grader, {draft for draft in drafts if isinstance(draft, Question)}, pool)
+    answers = iter(await _ask_all(grader, [draft for draft in drafts if isinstance(draft, Question)], pool))
     return [
-        _with_answer(item, answers[draft]) if isinstance(draft, Question) else draft
+        _with_answer(item, next(answers)) if isinstance(draft, Question) else draft
         for item, draft in zip(items, drafts, strict=True)
     ]
 
@@ -67,11 +67,9 @@ async def _grade_groups(grader: Grader, items: Sequence[Item], pool: WorkerPool)
     """Verdicts of a grader that judges groups; items without a group are one together."""
     assert grader.ask_about_group
     places = _places(item.group_id for item in items)
-    questions = {group: grader.ask_about_group([items[at] for at in where]) for group, where in places.items()}
-    answers = await _ask_all(grader, set(questions.values()), pool)
+    questions = [grader.ask_about_group([items[at] for at in where]) for where in places.values()]
     graded: dict[int, Graded] = {}
-    for group, where in places.items():
-        answer = answers[questions[group]]
+    for where, answer in zip(places.values(), await _ask_all(grader, questions, pool), strict=True):
         values = answer.values or [None] * len(where)
         graded |= {at: replace(answer, value=value, values=()) for at, value in zip(where, values, strict=True)}
     return [graded[at] for at in range(len(items))]
@@ -85,11 +83,16 @@ def _places(keys: Iterable[K]) -> dict[K, list[int]]:
     return places
 
 
-async def _ask_all(grader: Grader, questions: set[Question], pool: WorkerPool) -> dict[Question, Graded]:
-    with pool.reserve(len(questions)):
+async def _ask_all(grader: Grader, questions: Sequence[Question], pool: WorkerPool) -> list[Graded]:
+    """The answers, in order; equal questions are asked once if their answers must be equal."""
+    keys = questions if pool.remembers else range(len(questions))
+    distinct = dict(zip(keys, questions, strict=True))
+    with pool.reserve(len(distinct)):
         async with asyncio.TaskGroup() as group:
-            tasks = {one: group.create_task(pool.ask(grader.name, one)) for one in questions}
-    return {question: task.result() for question, task in tasks.items()}
+            tasks = {
+                key: group.create_task(pool.ask(grader.target or grader.name, one)) for key, one in distinct.items()
+            }
+    return [tasks[key].result() for key in keys]
 
 
 def _with_answer(item: Item, answer: Graded) -> Graded:

@@ -25,7 +25,7 @@ from services.common.logs import get_logger
 from services.common.service import Backoff, now_s
 from services.reward import metrics
 from services.reward.cache import CACHE_SIZE, AnswerCache
-from services.reward.processes import Template, Worker
+from services.reward.processes import START_S, Template, Worker
 from services.reward.verdicts import Graded, Question, Verdict
 from services.reward.worker import built_in, decode_answer, encode_question
 
@@ -35,6 +35,9 @@ SETTLE_S = 0.1
 """Between a worker's death and the next attempt."""
 MAX_ANSWERS = 1000
 """After so many a worker is replaced, whatever its libraries have gathered."""
+
+MAX_COMPLAINTS = 100
+"""Different failures that are logged; the metrics count them all."""
 
 log = get_logger(__name__)
 
@@ -51,6 +54,7 @@ class WorkerPool:
         network: bool = False,
         loader: str = BUILT_IN,
         cache_size: int = CACHE_SIZE,
+        first_question: tuple[str, Question] | None = None,
     ) -> None:
         """Describe a pool; `start` starts it.
 
@@ -58,18 +62,22 @@ class WorkerPool:
             size: Workers. One more than the questions that may run into their deadline at a time, or others wait.
             timeout_s: Deadline of a question from its dispatch to a worker.
             max_queue: Questions that may wait or be in work before `reserve` refuses more.
-            network: For code of the user's own: workers keep network, files, processes and memory.
+            network: For code of the user's own: workers keep network, files, processes, memory and CPU time.
             loader: `module:function` that finds the deciding function of a grader (worker.Loader).
             cache_size: Answers that are remembered; 0 for rules that may change their mind.
+            first_question: Grader and question for each new worker, which has START_S for it, to load what it needs.
         """
         self._size, self._timeout_s, self._max_queue = size, timeout_s, max_queue
-        self._network = network
+        self._network, self._first_question = network, first_question
         self._template = Template(timeout_s, loader, network)
         self._cache = AnswerCache(self._answer, cache_size) if cache_size else None
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         self._workers: set[Worker] = set()
         self._replacements: set[asyncio.Task[None]] = set()
         self._reserved = 0
+        self._complaints: set[str] = set()
+        self.failure = ""
+        """What went wrong when the last new worker was asked its first question."""
 
     @property
     def alive(self) -> int:
@@ -80,6 +88,11 @@ class WorkerPool:
     def reserved(self) -> int:
         """Questions that wait or are being answered."""
         return self._reserved
+
+    @property
+    def remembers(self) -> bool:
+        """Whether equal questions have the same answer."""
+        return self._cache is not None
 
     @property
     def cut_off(self) -> bool:
@@ -121,17 +134,26 @@ class WorkerPool:
 
     async def _answer(self, grader: str, question: Question) -> Graded:
         line, spent_s = encode_question(grader, question), 0.0
+        graded = None
         for _ in range(ATTEMPTS):
             graded, seconds = await self._attempt(await self._take(), line, self._timeout_s - spent_s)
             spent_s += seconds
-            if graded:
-                metrics.SECONDS.observe(spent_s)
-                return replace(graded, seconds=spent_s)
-            if spent_s + SETTLE_S >= self._timeout_s:
+            if graded or spent_s + SETTLE_S >= self._timeout_s:
                 break
             await asyncio.sleep(SETTLE_S)
             spent_s += SETTLE_S
-        return Graded(Verdict.ERROR, seconds=spent_s)
+        graded = graded or Graded(Verdict.ERROR, failure=f"{grader}: its process ended")
+        if graded.verdict is Verdict.TIMEOUT:
+            graded = replace(graded, failure=f"{grader}: no answer within {self._timeout_s:g} s")
+        metrics.SECONDS.observe(spent_s)
+        self._complain(graded.failure)
+        return replace(graded, seconds=spent_s)
+
+    def _complain(self, failure: str) -> None:
+        """Say in the log what went wrong, once."""
+        if failure and failure not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
+            self._complaints.add(failure)
+            log.warning("a grader failed", error=failure)
 
     async def _take(self) -> Worker:
         while (worker := await self._idle.get()).reader.at_eof():
@@ -144,10 +166,8 @@ class WorkerPool:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await worker.ask(line)
-            graded, failure = decode_answer(answer) if answer else (None, "")
-            if failure:
-                log.warning("a grader failed", error=failure)
-            end = _why_replaced(worker, graded)
+            graded = decode_answer(answer) if answer else None
+            end = self._why_replaced(worker, graded)
         except TimeoutError:
             end, graded = "timeout", Graded(Verdict.TIMEOUT)
         finally:
@@ -156,6 +176,15 @@ class WorkerPool:
             else:
                 self._idle.put_nowait(worker)
         return graded, now_s() - began
+
+    def _why_replaced(self, worker: Worker, graded: Graded | None) -> str:
+        """Why a worker that was asked is not asked again; nothing if it is."""
+        worker.answers += 1
+        if graded is None:
+            return "died"
+        if graded.verdict is Verdict.ERROR and not self._first_question:  # loading again would take long
+            return "error"
+        return "retired" if worker.answers >= MAX_ANSWERS else ""
 
     def _replace(self, worker: Worker, cause: str) -> None:
         metrics.WORKER_REPLACEMENTS.labels(cause).inc()
@@ -176,15 +205,20 @@ class WorkerPool:
 
     async def _add_worker(self) -> None:
         worker = await self._template.fork()
+        if self._first_question:
+            await self._prepare(worker, encode_question(*self._first_question))
         self._workers.add(worker)
         self._idle.put_nowait(worker)
 
-
-def _why_replaced(worker: Worker, graded: Graded | None) -> str:
-    """Why a worker that was asked is not asked again; nothing if it is."""
-    worker.answers += 1
-    if graded is None:
-        return "died"
-    if graded.verdict is Verdict.ERROR:
-        return "error"
-    return "retired" if worker.answers >= MAX_ANSWERS else ""
+    async def _prepare(self, worker: Worker, line: bytes) -> None:
+        """Ask the first question. Raises OSError if there is no answer; one that is an error is kept in `failure`."""
+        try:
+            async with asyncio.timeout(START_S):
+                answer = await worker.ask(line)
+        except BaseException:
+            worker.kill()
+            raise
+        if not answer:
+            worker.kill()
+            raise ConnectionError("a grader process ended while it loaded its grader")
+        self.failure = decode_answer(answer).failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.spec import RewardSpec
+from services.common.spec import RewardSpec, SpecError
 from services.reward.custom import VERSION, custom_pool
 from services.reward.graders import Grader
 from services.reward.pool import WorkerPool
@@ -21,9 +21,16 @@ class Pools:
         return self.custom if self.custom and grader.version == VERSION else self.built_in
 
     async def start(self) -> None:
-        """Start all workers. Raises OSError if they do not start."""
+        """Start all workers.
+
+        Raises:
+            OSError: They do not start.
+            SpecError: The run's own grader cannot be loaded.
+        """
         for pool in self.all:
             await pool.start()
+        if self.custom and self.custom.failure:
+            raise SpecError(f"reward.grader: {self.custom.failure}")
 
     async def stop(self) -> None:
         """Kill all workers; returns when they are gone."""

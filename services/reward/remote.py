@@ -6,23 +6,35 @@ import json
 import urllib.request
 from dataclasses import asdict
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from services.common.spec import MAX_CUSTOM_TIMEOUT_S
 from services.reward.verdicts import Graded, Item, Reason, Verdict
 
+MAX_SAID_BYTES = 300
+"""Of an error's body, kept for the log."""
+
 
 def post(url: str, item: Item) -> Any:
-    """What a server answers to a POST of JSON {prompt, response, label, metadata}. Raises OSError and ValueError."""
+    """What a server answers to a POST of JSON {prompt, response, label, metadata}. Raises OSError and ValueError.
+
+    Proxies that the environment names are not asked: graders stand in the cluster.
+    """
     about = asdict(item)
     body = json.dumps({name: about[name] for name in ("prompt", "response", "label", "metadata")}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310  a run spec allows http(s) only
-    with urllib.request.urlopen(request, timeout=MAX_CUSTOM_TIMEOUT_S) as answer:  # noqa: S310
-        return json.load(answer)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=MAX_CUSTOM_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        said = error.read(MAX_SAID_BYTES).decode(errors="replace")
+        raise ValueError(f"{error.code} {error.reason}: {said}") from None
 
 
 def ask_service(url: str, item: Item) -> Graded:
-    """The verdict of a service that speaks flotilla.reward.v1, at `grpc://host:port/grader`. Raises grpc.RpcError."""
+    """The verdict of a service that speaks flotilla.reward.v1, at `grpc://host:port/grader`. Raises OSError."""
     import grpc  # here, because it must not be used before the fork
 
     from flotilla.reward.v1 import reward_pb2 as pb
@@ -40,7 +52,11 @@ def ask_service(url: str, item: Item) -> Graded:
     )
     request = pb.GradeRequest(grader=where.path.strip("/"), items=[asked])
     with grpc.insecure_channel(where.netloc, options=CHANNEL_OPTIONS) as channel:
-        (found,) = pb_grpc.RewardServiceStub(channel).Grade(request, timeout=MAX_CUSTOM_TIMEOUT_S).items
+        try:
+            (found,) = pb_grpc.RewardServiceStub(channel).Grade(request, timeout=MAX_CUSTOM_TIMEOUT_S).items
+        except grpc.RpcError as error:
+            assert isinstance(error, grpc.Call)
+            raise OSError(f"{error.code().name}: {error.details()}") from None
     verdict = Verdict[pb.Verdict.Name(found.verdict).removeprefix("VERDICT_")]
     reason = Reason[pb.VerdictReason.Name(found.reason).removeprefix("VERDICT_REASON_")]
     return Graded(verdict, reason, value=found.value if verdict is Verdict.SCORED else None)

@@ -68,7 +68,8 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         grader = self._custom_grader if name == self._spec.grader else None
         grader = grader or find_grader(name)
         if grader is None:
-            raise InvalidArgument(f"unknown grader {name!r}; there are: {', '.join(GRADERS)}", "grader")
+            own = [self._spec.grader] if self._custom_grader else []
+            raise InvalidArgument(f"unknown grader {name!r}; there are: {', '.join([*GRADERS, *own])}", "grader")
         return grader
 
     def _item(self, one: pb.GradeItem) -> Item:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("fd", type=int, help="socket to the parent")
     parser.add_argument("timeout_s", type=float, help="deadline of a question")
     parser.add_argument("loader", help="module:function, see worker.load")
-    parser.add_argument("--network", action="store_true", help="leave workers network, files, processes and memory")
+    parser.add_argument("--network", action="store_true", help="set workers no limits, and leave them the network")
     args = parser.parse_args(arguments)
     hello = CONNECTED if args.network or not sandbox.leave_network() else CUT_OFF
     set_parent_death_signal(signal.SIGKILL)  # after the namespace, which clears it
@@ -64,7 +64,7 @@ def _begin(sock: socket.socket, hello: bytes, args: argparse.Namespace, loader: 
         sandbox.dump_no_core()
         if not args.network:
             sandbox.limit_to_computing()
-        work(sock, args.timeout_s, loader)
+        work(sock, 0 if args.network else args.timeout_s, loader)
     finally:
         os._exit(0)
 

@@ -72,3 +72,5 @@ class Graded:
     """Partial credit; without it the run's configuration says what verdict and reason are worth."""
     values: tuple[float, ...] = ()
     """Of the items of a group, in order, from a grader that judges them together."""
+    failure: str = ""
+    """What went wrong in the grader, if it is ERROR or TIMEOUT."""

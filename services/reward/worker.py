@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import json
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 from services.reward import sandbox
 from services.reward.graders import GRADERS
@@ -39,11 +41,12 @@ def load(loader: str) -> Loader:
     return getattr(importlib.import_module(module), function)
 
 
-def work(sock: socket.socket, timeout_s: float, loader: Loader) -> None:
-    """Answer questions until the socket closes."""
+def work(sock: socket.socket, cpu_s: float, loader: Loader) -> None:
+    """Answer questions until the socket closes; one that takes more than `cpu_s` of CPU time, if not 0, ends it."""
     with sock, sock.makefile("rwb") as stream:
         for line in stream:
-            sandbox.limit_cpu(timeout_s)
+            if cpu_s:
+                sandbox.limit_cpu(cpu_s)
             stream.write(_answer(line, loader))
             stream.flush()
 
@@ -53,10 +56,10 @@ def encode_question(grader: str, question: Question) -> bytes:
     return json.dumps({"grader": grader, **asdict(question)}).encode() + b"\n"
 
 
-def decode_answer(line: bytes) -> tuple[Graded, str]:
-    """What a worker answered, and what went wrong in the grader; nothing if it did not."""
+def decode_answer(line: bytes) -> Graded:
+    """What a worker answered."""
     verdict, reason, value, values, failure = json.loads(line)
-    return Graded(Verdict(verdict), Reason(reason), value=value, values=tuple(values)), failure
+    return Graded(Verdict(verdict), Reason(reason), value=value, values=tuple(values), failure=failure)
 
 
 def _answer(line: bytes, loader: Loader) -> bytes:
@@ -66,9 +69,16 @@ def _answer(line: bytes, loader: Loader) -> bytes:
         graded = loader(name)(Question(**content))
         return _encode(graded)
     except Exception as error:  # noqa: BLE001  a grader may raise or return anything; it is counted as an error
-        return _encode(Graded(Verdict.ERROR), f"{name}: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+        return _encode(Graded(Verdict.ERROR, failure=f"{name}: {_describe(error)}"))
 
 
-def _encode(graded: Graded, failure: str = "") -> bytes:
-    answer = [graded.verdict.value, graded.reason.value, graded.value, graded.values, failure]
+def _describe(error: Exception) -> str:
+    """The exception in one line, with where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + place
+
+
+def _encode(graded: Graded) -> bytes:
+    answer = [graded.verdict.value, graded.reason.value, graded.value, graded.values, graded.failure]
     return json.dumps(answer).encode() + b"\n"

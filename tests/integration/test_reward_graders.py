@@ -94,7 +94,9 @@ async def test_a_function_of_the_users_own_cannot_hang_the_service(stub, folder)
         *("VERDICT_TIMEOUT", "VERDICT_TIMEOUT", "VERDICT_ERROR", "VERDICT_SCORED")
     ]
     assert [one.value for one in graded] == [-0.5, -0.5, -0.25, 2.5]
-    assert "my_rewards:judge: RuntimeError: no judge" in (folder / "log").read_text()
+    log = (folder / "log").read_text()
+    assert "my_rewards:judge: RuntimeError: no judge (my_rewards.py:11)" in log
+    assert "my_rewards:judge: no answer within 1 s" in log
 
 
 async def test_each_item_can_name_its_grader(stub):
@@ -151,6 +153,13 @@ async def test_a_remote_service_is_asked_over_grpc(address, tmp_path):
         (0.0, pb.VERDICT_REASON_WRONG),
     ]
     assert graded[2].verdict == pb.VERDICT_UNGRADABLE
+
+
+def test_a_function_that_cannot_be_loaded_stops_the_service(folder, tmp_path, monkeypatch, address):
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    with running(tmp_path, grader="my_rewards:typo") as (process, _):
+        assert process.wait(START_S) != 0
+    assert "module 'my_rewards' has no attribute 'typo'" in (tmp_path / "log").read_text()
 
 
 async def test_a_remote_service_that_does_not_answer_is_an_error(tmp_path):

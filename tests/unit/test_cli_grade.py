@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,10 @@ def test_each_row_gets_its_verdict_in_order_and_keeps_its_fields(tmp_path: Path)
     ]
     assert graded[1]["seconds"] == pytest.approx(0.5, abs=0.3)
     assert [{**one, **given} for one, given in zip(graded, rows, strict=True)] == graded
+    assert [one.get("right") for one in graded] == [True, True, False, False, None, None]
+    assert graded[1]["error"] == "deepscaler: no answer within 0.5 s"
     assert "accuracy 50.00% of 4 rows" in done.output
-    assert "1 false positives, 1 false negatives" in done.output
+    assert "1 false positives, 1 false negatives, 1 without a score" in done.output
 
 
 def test_no_require_think_grades_the_whole_response(tmp_path: Path) -> None:
@@ -66,8 +70,10 @@ def test_no_require_think_grades_the_whole_response(tmp_path: Path) -> None:
         ("{", "Expecting"),
         ("[]", "object"),
         ({"response": "x"}, "no `label`"),
-        ({"response": ["x"], "label": "x"}, "`response` is not a text"),
+        ({"response": ["x"], "label": "x"}, "`response` is neither text nor a number"),
         (row("1", metadata={"rm_type": "vibes"}), "unknown grader 'vibes'"),
+        (row("1", expected="yes"), "`expected` is neither 0 nor 1"),
+        (row("1", truncated="no"), "`truncated` is neither true nor false"),
     ],
 )
 def test_a_bad_row_is_named_before_anything_is_written(tmp_path: Path, bad: object, said: str) -> None:
@@ -92,6 +98,8 @@ def test_an_empty_file_gives_an_empty_file(tmp_path: Path) -> None:
 OWN = """
 def length(item):
     return {"reward": len(item.response) / len(item.label)}
+
+OWN = "no function"
 
 def share(items):
     return [1 / len(items)] * len(items)
@@ -123,6 +131,41 @@ def test_groups_stay_together_whatever_their_size(tmp_path: Path, own: None) -> 
     )
     assert done.exit_code == 0, done.output
     assert values(tmp_path) == [1 / 200] * 200 + [1 / 100] * 100 + [1 / 4] * 4
+
+
+def test_a_group_that_is_torn_apart_is_refused(tmp_path: Path) -> None:
+    rows = [{"response": "r", "label": "l", "group_id": group} for group in "aba"]
+    done = run(write(tmp_path / "in.jsonl", *rows), "--per-group", grader="length_reward:share")
+    assert done.exit_code == 2
+    assert "in.jsonl:3: `group_id` 'a' was there before" in done.output
+
+
+@pytest.mark.parametrize(
+    ("grader", "said"),
+    [
+        ("length_reward:lenght", "AttributeError: module 'length_reward' has no attribute 'lenght'"),
+        ("lenght_reward:length", "ModuleNotFoundError: No module named 'lenght_reward'"),
+        ("length_reward:OWN", "TypeError: length_reward:OWN is no function"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused(tmp_path: Path, own: None, grader: str, said: str) -> None:
+    done = run(write(tmp_path / "in.jsonl", row("1")), "--output", tmp_path / "out.jsonl", grader=grader)
+    assert done.exit_code == 2
+    assert f"reward.grader: {grader}: {said}" in done.output
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_output_may_be_a_link_or_no_file_at_all(tmp_path: Path) -> None:
+    file, target = write(tmp_path / "in.jsonl", row("2x")), tmp_path / "target.jsonl"
+    (tmp_path / "link").symlink_to(target)
+    assert run(file, "--output", tmp_path / "link").exit_code == 0
+    assert (tmp_path / "link").is_symlink() and json.loads(target.read_text())["value"] == 1.0
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        assert run(file, "--output", tmp_path / "pipe").exit_code == 0
+        assert json.loads(reader.communicate(timeout=10)[0])["value"] == 1.0
+    assert run(file, "--output", tmp_path).exit_code == 2
+    assert run(tmp_path / "pipe").exit_code == 2
 
 
 def test_options_that_do_not_fit_the_grader_are_refused(tmp_path: Path) -> None:

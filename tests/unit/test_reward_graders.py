@@ -224,6 +224,6 @@ def test_remote_posts_the_item_and_takes_a_number_or_a_dict(server):
     url, asked = server
     spec = RewardSpec.model_validate({"grader": "remote", "remote_url": url})
     item = Item("r", "l", prompt="p", metadata={"a": 1})
-    assert ask(custom_grader(spec).name, item).value == 1
+    assert ask(custom_grader(spec).target, item).value == 1
     assert ask(f"{url}/dict", item).value == 0.5
     assert asked == [{"prompt": "p", "response": "r", "label": "l", "metadata": {"a": 1}}] * 2

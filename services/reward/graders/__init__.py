@@ -40,6 +40,8 @@ class Grader:
     ask_about_group: Callable[[Sequence[Item]], Question] | None = None
     """Set in a rule that judges the items of a group together: the question about all of them, instead of the cheap
     part."""
+    target: str = ""
+    """What workers find it by, if that is not its name."""
 
 
 def _digest(*modules: ModuleType) -> str:

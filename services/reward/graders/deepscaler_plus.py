@@ -94,7 +94,12 @@ def open_box(text: str) -> str | None:
 
 
 def read_label(label: str) -> str | None:
-    """The label without spaces around it, taken out of its box if it has one; None if nothing can be graded by it."""
+    """The label without spaces around it, taken out of its box, or of a last line as in GSM8K, if it has one.
+
+    None if nothing can be graded by it.
+    """
     start = max(label.rfind(box) for box in _BOXES)
+    if start < 0 and (said := _LAST_LINE.search(label[-CHEAP_CHARACTERS:])):
+        return said[1]
     inside = open_box(label[start:]) if start >= 0 else label
     return inside and inside.strip()
