@@ -28,7 +28,7 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc as pb_grpc
 from services.common.rpc import call, open_channel
 from services.reward.graders import GRADERS, Grader
-from services.reward.grading import grade_batch
+from services.reward.grading import grade_each
 from services.reward.pool import WorkerPool
 from services.reward.verdicts import Item, Question, Verdict
 from tests.reward_service import START_S, running, slow_sums
@@ -151,7 +151,7 @@ async def blast(grader: Grader, bad: Item, pool: WorkerPool, index: int) -> Blas
     """Grade a bad item and its neighbours at once, after neighbours of the same kind alone."""
     quiet_s = max(await asyncio.gather(*neighbours(pool, 2 * index)))
     began = time.monotonic()
-    blasting = asyncio.create_task(grade_batch(grader, [bad], pool))
+    blasting = asyncio.create_task(grade_each([(grader, bad)], lambda _: pool))
     loud_s = max(await asyncio.gather(*neighbours(pool, 2 * index + 1)))
     graded = (await blasting)[0]
     verdict_s = time.monotonic() - began

@@ -2,7 +2,7 @@
 
 Responses to one prompt mostly agree: 160 responses to 10 prompts held 43 different questions. A question is what a
 grader's cheap part leaves of a response and a label. A process knows one version of each grader, so the name stands for
-the version too. Errors are not remembered, since the next attempt may succeed.
+the version too. What may be different the next time, such as an error, is not remembered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from services.reward import metrics
-from services.reward.verdicts import Graded, Question, Verdict
+from services.reward.verdicts import Graded, Question
 
 CACHE_SIZE = 16_384
 """Answers; they take some 10 MiB."""
@@ -32,7 +32,8 @@ class _InFlight:
 class AnswerCache:
     """Answers by (grader, question), the least recently used forgotten first; use from one event loop."""
 
-    def __init__(self, ask: Callable[[str, Question], Awaitable[Graded]], capacity: int) -> None:
+    def __init__(self, ask: Callable[[str, Question], Awaitable[tuple[Graded, bool]]], capacity: int) -> None:
+        """`ask` says whether an answer would be the same again."""
         self._ask, self._capacity = ask, capacity
         self._known: OrderedDict[Key, Graded] = OrderedDict()
         self._in_flight: dict[Key, _InFlight] = {}
@@ -64,8 +65,8 @@ class AnswerCache:
                 one.task.cancel()
 
     async def _ask_and_remember(self, key: Key) -> Graded:
-        graded = await self._ask(*key)
-        if graded.verdict is not Verdict.ERROR and len(key[1].answer) + len(key[1].label) <= MAX_CHARACTERS:
+        graded, lasting = await self._ask(*key)
+        if lasting and len(key[1].answer) + len(key[1].label) <= MAX_CHARACTERS:
             self._known[key] = graded
             if len(self._known) > self._capacity:
                 self._known.popitem(last=False)

@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from services.common.spec import RewardSpec
@@ -45,12 +45,16 @@ def custom_pool(spec: RewardSpec) -> WorkerPool:
 
 def ask_about(item: Item) -> Question:
     """The whole item as JSON."""
-    return Question(json.dumps(asdict(item)), "")
+    return Question(json.dumps(_fields(item)), "")
 
 
 def ask_about_all(items: Sequence[Item]) -> Question:
     """The items of a group as a JSON list."""
-    return Question(json.dumps([asdict(one) for one in items]), "")
+    return Question(json.dumps([_fields(one) for one in items]), "")
+
+
+def _fields(item: Item) -> dict[str, Any]:
+    return {one.name: getattr(item, one.name) for one in fields(item)}
 
 
 def find(name: str) -> Decide:
@@ -86,6 +90,8 @@ async def _result(answer: Any) -> Any:
 
 
 def _scores(answers: Any, count: int) -> Graded:
+    if not isinstance(answers, Sequence) or isinstance(answers, str):
+        raise TypeError(f"a list of rewards is wanted, not {type(answers).__name__}")
     values = tuple(map(_score, answers))
     if len(values) != count:
         raise ValueError(f"{len(values)} rewards for a group of {count}")
@@ -99,7 +105,10 @@ def _scored(answer: Any) -> Graded:
 def _score(answer: Any) -> float:
     if isinstance(answer, Mapping) and "reward" not in answer:
         raise ValueError(f"the answer has no `reward`, it has {', '.join(map(str, answer)) or 'nothing'}")
-    value = float(answer["reward"] if isinstance(answer, Mapping) else answer)
+    value = answer["reward"] if isinstance(answer, Mapping) else answer
+    if isinstance(value, str):
+        raise TypeError("the reward is a text")
+    value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"the reward is {value}")
     return value

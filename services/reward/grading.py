@@ -3,99 +3,110 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
-from services.common.errors import ResourceExhausted
+from services.common.service import now_s
 from services.reward import metrics
 from services.reward.graders import Grader
 from services.reward.pool import WorkerPool
 from services.reward.verdicts import Graded, Item, Question, Verdict
 
-ITEMS_PER_TURN = 32
-"""Items between two turns of the event loop: a few milliseconds of cheap grading."""
+TURN_S = 0.005
+"""Of cheap grading between two turns of the event loop."""
+MAX_LABEL_CHARACTERS = 10_000
+"""A built-in grader can do nothing with a longer label."""
 
-K = TypeVar("K", bound=Hashable)
+Asked = Sequence[tuple[Grader, Item]]
 
 
-async def grade_each(asked: Sequence[tuple[Grader, Item]], pool_of: Callable[[Grader], WorkerPool]) -> list[Graded]:
-    """One verdict for each item, in order, each by its own grader.
+@dataclass(slots=True)
+class _Piece:
+    """What is asked about some items: one, or a group."""
+
+    grader: Grader
+    question: Question
+    places: list[int]
+
+
+async def grade_each(asked: Asked, pool_of: Callable[[Grader], WorkerPool]) -> list[Graded]:
+    """One verdict for each item, in order, each by its own grader. Items without a group are one together.
 
     Raises:
-        ResourceExhausted: Too many questions wait for workers; no item is graded any more.
+        ResourceExhausted: Too many questions wait for workers; nothing was asked.
     """
-    places = _places(grader for grader, _ in asked)
-    try:
-        async with asyncio.TaskGroup() as batches:
-            tasks = {
-                grader: batches.create_task(grade_batch(grader, [asked[at][1] for at in where], pool_of(grader)))
-                for grader, where in places.items()
-            }
-    except* ResourceExhausted as refused:
-        error = refused.exceptions[0]
-    else:
-        graded: dict[int, Graded] = {}
-        for grader, where in places.items():
-            graded |= zip(where, tasks[grader].result(), strict=True)
-        return [graded[at] for at in range(len(asked))]
-    raise error
+    drafts = await _draft_all(asked)
+    pieces = [_Piece(asked[at][0], draft, [at]) for at, draft in enumerate(drafts) if isinstance(draft, Question)]
+    pieces += _group_pieces([(at, *asked[at]) for at, draft in enumerate(drafts) if draft is None])
+    graded = {at: draft for at, draft in enumerate(drafts) if isinstance(draft, Graded)}
+    for piece, answer in zip(pieces, await _ask_all(pieces, pool_of), strict=True):
+        graded |= zip(piece.places, _split(answer, [asked[at][1] for at in piece.places]), strict=True)
+    for at, (grader, _) in enumerate(asked):
+        metrics.ITEMS.labels(grader.name, graded[at].verdict.value, graded[at].reason.value).inc()
+    return [graded[at] for at in range(len(asked))]
 
 
-async def grade_batch(grader: Grader, items: Sequence[Item], pool: WorkerPool) -> list[Graded]:
-    """One verdict for each item, in order. Raises ResourceExhausted if too many questions wait for workers."""
-    graded = await (_grade_groups if grader.ask_about_group else _grade_items)(grader, items, pool)
-    for one in graded:
-        metrics.ITEMS.labels(grader.name, one.verdict.value, one.reason.value).inc()
-    return graded
-
-
-async def _grade_items(grader: Grader, items: Sequence[Item], pool: WorkerPool) -> list[Graded]:
-    drafts: list[Graded | Question] = []
-    for index, item in enumerate(items):
-        drafts.append(grader.grade_cheaply(item))
-        if index % ITEMS_PER_TURN == ITEMS_PER_TURN - 1:
+async def _draft_all(asked: Asked) -> list[Graded | Question | None]:
+    """What the cheap part says of each item; None where the grader judges groups."""
+    drafts: list[Graded | Question | None] = []
+    began = now_s()
+    for grader, item in asked:
+        drafts.append(None if grader.ask_about_group else _draft(grader, item))
+        if now_s() - began > TURN_S:
             await asyncio.sleep(0)
-    answers = iter(await _ask_all(grader, [draft for draft in drafts if isinstance(draft, Question)], pool))
-    return [
-        _with_answer(item, next(answers)) if isinstance(draft, Question) else draft
-        for item, draft in zip(items, drafts, strict=True)
-    ]
+            began = now_s()
+    return drafts
 
 
-async def _grade_groups(grader: Grader, items: Sequence[Item], pool: WorkerPool) -> list[Graded]:
-    """Verdicts of a grader that judges groups; items without a group are one together."""
-    assert grader.ask_about_group
-    places = _places(item.group_id for item in items)
-    questions = [grader.ask_about_group([items[at] for at in where]) for where in places.values()]
-    graded: dict[int, Graded] = {}
-    for where, answer in zip(places.values(), await _ask_all(grader, questions, pool), strict=True):
-        values = answer.values or [None] * len(where)
-        graded |= {at: replace(answer, value=value, values=()) for at, value in zip(where, values, strict=True)}
-    return [graded[at] for at in range(len(items))]
+def _draft(grader: Grader, item: Item) -> Graded | Question:
+    if grader.digest and len(item.label) > MAX_LABEL_CHARACTERS:
+        return Graded(Verdict.UNGRADABLE)
+    try:
+        return grader.grade_cheaply(item)
+    except Exception as error:  # noqa: BLE001  whatever the item holds, the others are graded
+        return Graded(Verdict.ERROR, failure=f"{grader.name}: {type(error).__name__}: {error}")
 
 
-def _places(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Where each key stands."""
-    places: dict[K, list[int]] = {}
-    for at, key in enumerate(keys):
-        places.setdefault(key, []).append(at)
-    return places
+def _group_pieces(asked: Sequence[tuple[int, Grader, Item]]) -> list[_Piece]:
+    """The questions about groups."""
+    groups: dict[tuple[Grader, str], list[tuple[int, Item]]] = {}
+    for at, grader, item in asked:
+        groups.setdefault((grader, item.group_id), []).append((at, item))
+    pieces = []
+    for (grader, _), members in groups.items():
+        assert grader.ask_about_group
+        question = grader.ask_about_group([item for _, item in members])
+        pieces.append(_Piece(grader, question, [at for at, _ in members]))
+    return pieces
 
 
-async def _ask_all(grader: Grader, questions: Sequence[Question], pool: WorkerPool) -> list[Graded]:
+async def _ask_all(pieces: Sequence[_Piece], pool_of: Callable[[Grader], WorkerPool]) -> list[Graded]:
     """The answers, in order; equal questions are asked once if their answers must be equal."""
-    keys = questions if pool.remembers else range(len(questions))
-    distinct = dict(zip(keys, questions, strict=True))
-    with pool.reserve(len(distinct)):
+    keys: list[object] = []
+    distinct: dict[WorkerPool, dict[object, _Piece]] = {}
+    for at, piece in enumerate(pieces):
+        pool = pool_of(piece.grader)
+        keys.append((piece.grader, piece.question) if pool.remembers else at)
+        distinct.setdefault(pool, {})[keys[-1]] = piece
+    with ExitStack() as places:
+        for pool, asked in distinct.items():
+            places.enter_context(pool.reserve(len(asked)))
         async with asyncio.TaskGroup() as group:
             tasks = {
-                key: group.create_task(pool.ask(grader.target or grader.name, one)) for key, one in distinct.items()
+                key: group.create_task(pool.ask(piece.grader.target or piece.grader.name, piece.question))
+                for pool, asked in distinct.items()
+                for key, piece in asked.items()
             }
     return [tasks[key].result() for key in keys]
 
 
-def _with_answer(item: Item, answer: Graded) -> Graded:
+def _split(answer: Graded, items: Sequence[Item]) -> list[Graded]:
+    """The answer to a question, for each item that it was about."""
     if answer.verdict is not Verdict.SCORED:
-        return answer
-    return replace(answer, reason=item.scored(answer.reason).reason)
+        return [answer] * len(items)
+    values = answer.values or [answer.value] * len(items)
+    reasons = [item.scored(answer.reason).reason for item in items]
+    return [
+        replace(answer, reason=reason, value=value, values=()) for reason, value in zip(reasons, values, strict=True)
+    ]

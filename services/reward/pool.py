@@ -27,7 +27,7 @@ from services.reward import metrics
 from services.reward.cache import CACHE_SIZE, AnswerCache
 from services.reward.processes import START_S, Template, Worker
 from services.reward.verdicts import Graded, Question, Verdict
-from services.reward.worker import built_in, decode_answer, encode_question
+from services.reward.worker import built_in
 
 BUILT_IN = f"{built_in.__module__}:{built_in.__name__}"
 ATTEMPTS = 3
@@ -36,8 +36,11 @@ SETTLE_S = 0.1
 MAX_ANSWERS = 1000
 """After so many a worker is replaced, whatever its libraries have gathered."""
 
+LATE_S = 0.2
+"""After a deadline; whoever hears of it later was held up himself."""
 MAX_COMPLAINTS = 100
-"""Different failures that are logged; the metrics count them all."""
+"""Different failures that are logged in COMPLAINTS_S; the metrics count them all."""
+COMPLAINTS_S = 60.0
 
 log = get_logger(__name__)
 
@@ -75,7 +78,9 @@ class WorkerPool:
         self._workers: set[Worker] = set()
         self._replacements: set[asyncio.Task[None]] = set()
         self._reserved = 0
+        self._stopped = False
         self._complaints: set[str] = set()
+        self._complaining_since_s = now_s()
         self.failure = ""
         """What went wrong when the last new worker was asked its first question."""
 
@@ -107,6 +112,7 @@ class WorkerPool:
 
     async def stop(self) -> None:
         """Kill all workers; returns when they are gone."""
+        self._stopped = True
         for task in self._replacements:
             task.cancel()
         await asyncio.gather(*self._replacements, return_exceptions=True)
@@ -129,15 +135,17 @@ class WorkerPool:
 
     async def ask(self, grader: str, question: Question) -> Graded:
         """Have a question answered: as its grader does, or TIMEOUT, or ERROR if the grader or its worker fails."""
-        asking = self._cache.ask if self._cache else self._answer
-        return await asking(grader, question)
+        if self._cache:
+            return await self._cache.ask(grader, question)
+        return (await self._answer(grader, question))[0]
 
-    async def _answer(self, grader: str, question: Question) -> Graded:
-        line, spent_s = encode_question(grader, question), 0.0
-        graded = None
-        for _ in range(ATTEMPTS):
-            graded, seconds = await self._attempt(await self._take(), line, self._timeout_s - spent_s)
+    async def _answer(self, grader: str, question: Question) -> tuple[Graded, bool]:
+        """The answer, and whether it would be the same again."""
+        graded, spent_s, attempts = None, 0.0, 0
+        while attempts < ATTEMPTS:
+            graded, seconds = await self._attempt(await self._take(), grader, question, self._timeout_s - spent_s)
             spent_s += seconds
+            attempts += 1
             if graded or spent_s + SETTLE_S >= self._timeout_s:
                 break
             await asyncio.sleep(SETTLE_S)
@@ -147,28 +155,40 @@ class WorkerPool:
             graded = replace(graded, failure=f"{grader}: no answer within {self._timeout_s:g} s")
         metrics.SECONDS.observe(spent_s)
         self._complain(graded.failure)
-        return replace(graded, seconds=spent_s)
+        lasting = graded.verdict is not Verdict.ERROR and (attempts == 1 or graded.verdict is not Verdict.TIMEOUT)
+        return replace(graded, seconds=spent_s), lasting
 
     def _complain(self, failure: str) -> None:
-        """Say in the log what went wrong, once."""
+        """Say in the log what went wrong, the same only once in COMPLAINTS_S."""
+        if now_s() - self._complaining_since_s > COMPLAINTS_S:
+            self._complaints.clear()
+            self._complaining_since_s = now_s()
         if failure and failure not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
             self._complaints.add(failure)
             log.warning("a grader failed", error=failure)
 
     async def _take(self) -> Worker:
-        while (worker := await self._idle.get()).reader.at_eof():
+        while (worker := await self._idle.get()) not in self._workers or worker.reader.at_eof():
             self._replace(worker, "died")
         return worker
 
-    async def _attempt(self, worker: Worker, line: bytes, timeout_s: float) -> tuple[Graded | None, float]:
-        """One worker's answer, or None if it died; and the seconds that it took."""
+    async def _attempt(
+        self, worker: Worker, grader: str, question: Question, timeout_s: float
+    ) -> tuple[Graded | None, float]:
+        """One worker's answer, or None if it died; and the seconds that it took.
+
+        Where this process was held up itself, so that the deadline shows too late, nothing is known and no time is
+        counted.
+        """
         began, end = now_s(), "abandoned"
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await worker.ask(line)
-            graded = decode_answer(answer) if answer else None
+                graded = await worker.ask(grader, question)
             end = self._why_replaced(worker, graded)
         except TimeoutError:
+            if now_s() - began > timeout_s + LATE_S:
+                end = "late"
+                return None, 0.0
             end, graded = "timeout", Graded(Verdict.TIMEOUT)
         finally:
             if end:
@@ -179,7 +199,6 @@ class WorkerPool:
 
     def _why_replaced(self, worker: Worker, graded: Graded | None) -> str:
         """Why a worker that was asked is not asked again; nothing if it is."""
-        worker.answers += 1
         if graded is None:
             return "died"
         if graded.verdict is Verdict.ERROR and not self._first_question:  # loading again would take long
@@ -187,12 +206,22 @@ class WorkerPool:
         return "retired" if worker.answers >= MAX_ANSWERS else ""
 
     def _replace(self, worker: Worker, cause: str) -> None:
+        """Kill a worker, unless that is done already, and start another one in the background."""
+        if worker not in self._workers:
+            return
         metrics.WORKER_REPLACEMENTS.labels(cause).inc()
-        worker.kill()
         self._workers.discard(worker)
-        task = asyncio.get_running_loop().create_task(self._add_worker_at_last())
-        self._replacements.add(task)
-        task.add_done_callback(self._replacements.discard)
+        worker.kill()
+        if not self._stopped:
+            task = asyncio.get_running_loop().create_task(self._add_worker_at_last())
+            self._replacements.add(task)
+            task.add_done_callback(self._replacements.discard)
+
+    def _ended(self, worker: Worker) -> None:
+        """A process has ended. One that is asked just now is replaced by whoever asks it."""
+        asyncio.get_running_loop().remove_reader(worker.pidfd)
+        if not worker.busy:
+            self._replace(worker, "died")
 
     async def _add_worker_at_last(self) -> None:
         backoff = Backoff()
@@ -200,25 +229,26 @@ class WorkerPool:
             try:
                 return await self._add_worker()
             except OSError as error:
-                log.warning("cannot start a grader process", error=str(error))
+                log.warning("cannot start a grader process", error=repr(error))
             await backoff.wait()
 
     async def _add_worker(self) -> None:
         worker = await self._template.fork()
         if self._first_question:
-            await self._prepare(worker, encode_question(*self._first_question))
+            await self._prepare(worker, *self._first_question)
         self._workers.add(worker)
+        asyncio.get_running_loop().add_reader(worker.pidfd, self._ended, worker)
         self._idle.put_nowait(worker)
 
-    async def _prepare(self, worker: Worker, line: bytes) -> None:
+    async def _prepare(self, worker: Worker, grader: str, question: Question) -> None:
         """Ask the first question. Raises OSError if there is no answer; one that is an error is kept in `failure`."""
+        answer = None
         try:
             async with asyncio.timeout(START_S):
-                answer = await worker.ask(line)
-        except BaseException:
-            worker.kill()
-            raise
+                answer = await worker.ask(grader, question)
+        finally:
+            if not answer:
+                worker.kill()
         if not answer:
-            worker.kill()
-            raise ConnectionError("a grader process ended while it loaded its grader")
-        self.failure = decode_answer(answer).failure
+            raise ConnectionError(f"{grader}: a process ended while it loaded")
+        self.failure = answer.failure

@@ -18,11 +18,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from services.reward.template import CUT_OFF
+from services.reward.verdicts import Graded, Question
+from services.reward.worker import decode_answer, encode_question
 
 START_S = 60.0
 """For a template to load its libraries; it takes about a second on an idle machine."""
 END_S = 5.0
 """For killed processes to be gone; it takes milliseconds."""
+PROCESS_GROUP = 1 << 2
+"""PIDFD_SIGNAL_PROCESS_GROUP of pidfd_send_signal(2)."""
 MAX_LINE_BYTES = 1 << 20
 """Of an answer."""
 
@@ -37,19 +41,29 @@ class Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     answers: int = 0
+    busy: bool = False
+    """It is being asked."""
 
-    async def ask(self, line: bytes) -> bytes:
-        """The answer, or nothing if the worker has died."""
+    async def ask(self, grader: str, question: Question) -> Graded | None:
+        """The answer; None if the worker has died, or said something else."""
+        self.answers += 1
+        self.busy = True
         try:
-            self.writer.write(line)
+            self.writer.write(encode_question(self.answers, grader, question))
             await self.writer.drain()
-            return await self.reader.readline()
-        except ConnectionError:
-            return b""
+            return decode_answer(self.answers, await self.reader.readline())
+        except (ConnectionError, ValueError, TypeError):
+            return None
+        finally:
+            self.busy = False
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, with the processes that it started where the system can (Linux 6.9)."""
         if self.pidfd >= 0:
+            with suppress(RuntimeError):  # no loop runs any more
+                asyncio.get_running_loop().remove_reader(self.pidfd)
+            with suppress(OSError):  # there is no such flag, or no group
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL, None, PROCESS_GROUP)
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             os.close(self.pidfd)
@@ -75,8 +89,11 @@ class Template:
             async with asyncio.timeout(START_S):
                 hello, pidfd = await _receive_hello(ours)
                 reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
-        except BaseException:
+        except BaseException as error:
             ours.close()  # a worker that did start ends with its socket
+            if isinstance(error, TimeoutError):
+                self._kill()  # it hangs, or was stopped
+                raise TimeoutError(f"no grader process started within {START_S:g} s") from None
             raise
         return Worker(pidfd, hello == CUT_OFF, reader, writer)
 
@@ -123,7 +140,9 @@ async def _receive_hello(sock: socket.socket) -> tuple[bytes, int]:
 
 def _wait_until_gone(process: subprocess.Popen[bytes] | None, pidfds: list[int]) -> None:
     for pidfd in pidfds:
-        select.select([pidfd], [], [], END_S)
+        end = select.poll()
+        end.register(pidfd, select.POLLIN)
+        end.poll(END_S * 1000)
         os.close(pidfd)
     if process:
         process.wait(END_S)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import urllib.request
-from dataclasses import asdict
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -12,8 +12,16 @@ from urllib.parse import urlsplit
 from services.common.spec import MAX_CUSTOM_TIMEOUT_S
 from services.reward.verdicts import Graded, Item, Reason, Verdict
 
+MAX_ANSWER_BYTES = 1 << 20
 MAX_SAID_BYTES = 300
 """Of an error's body, kept for the log."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would turn the POST into a GET without the item."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """None: go nowhere."""
 
 
 def post(url: str, item: Item) -> Any:
@@ -21,13 +29,13 @@ def post(url: str, item: Item) -> Any:
 
     Proxies that the environment names are not asked: graders stand in the cluster.
     """
-    about = asdict(item)
-    body = json.dumps({name: about[name] for name in ("prompt", "response", "label", "metadata")}).encode()
+    about = {name: getattr(item, name) for name in ("prompt", "response", "label", "metadata")}
+    body = json.dumps(about).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310  a run spec allows http(s) only
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
     try:
         with opener.open(request, timeout=MAX_CUSTOM_TIMEOUT_S) as answer:
-            return json.load(answer)
+            return json.loads(answer.read(MAX_ANSWER_BYTES))
     except HTTPError as error:
         said = error.read(MAX_SAID_BYTES).decode(errors="replace")
         raise ValueError(f"{error.code} {error.reason}: {said}") from None
@@ -59,4 +67,6 @@ def ask_service(url: str, item: Item) -> Graded:
             raise OSError(f"{error.code().name}: {error.details()}") from None
     verdict = Verdict[pb.Verdict.Name(found.verdict).removeprefix("VERDICT_")]
     reason = Reason[pb.VerdictReason.Name(found.reason).removeprefix("VERDICT_REASON_")]
+    if verdict is Verdict.SCORED and not math.isfinite(found.value):
+        raise ValueError(f"the reward is {found.value}")
     return Graded(verdict, reason, value=found.value if verdict is Verdict.SCORED else None)

@@ -12,6 +12,7 @@ pool kills a worker that hangs, which unblocks both. A call that is cancelled gi
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -29,6 +30,9 @@ from services.reward.pools import Pools
 from services.reward.verdicts import Graded, Item, Verdict
 
 MAX_ITEMS = 1024
+MAX_NAME_CHARACTERS = 100
+"""Of a name that is quoted in an error."""
+LARGE_CHARACTERS = 100_000
 SERVICE_NAME = "flotilla.reward.v1.RewardService"
 
 
@@ -44,12 +48,17 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         if len(request.items) > MAX_ITEMS:
             raise InvalidArgument(f"{len(request.items)} items; send at most {MAX_ITEMS}", "items")
         names = [one.grader or request.grader for one in request.items]
-        graders = {name: self._grader(name) for name in {*names, request.grader}}
-        items = [self._item(one) for one in request.items]
-        asked = [(graders[name], item) for name, item in zip(names, items, strict=True)]
+        graders = {name: self._grader(name) for name in {*names, request.grader} - {""}}
+        if "" in names:
+            raise InvalidArgument("neither the item nor the request names a grader", "grader")
+        asked = []
+        for name, one in zip(names, request.items, strict=True):
+            asked.append((graders[name], self._item(one)))
+            if len(one.metadata) > LARGE_CHARACTERS:
+                await asyncio.sleep(0)  # it took milliseconds to parse
         graded = await grade_each(asked, self._pools.of)
         encoded = [self._encode(name, graders[name].version, one) for name, one in zip(names, graded, strict=True)]
-        return pb.GradeResponse(items=encoded, grader_version=graders[request.grader].version)
+        return pb.GradeResponse(items=encoded, grader_version=graders[request.grader].version if request.grader else "")
 
     async def ListGraders(
         self, request: pb.ListGradersRequest, context: grpc.aio.ServicerContext
@@ -69,7 +78,9 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         grader = grader or find_grader(name)
         if grader is None:
             own = [self._spec.grader] if self._custom_grader else []
-            raise InvalidArgument(f"unknown grader {name!r}; there are: {', '.join([*GRADERS, *own])}", "grader")
+            raise InvalidArgument(
+                f"unknown grader {name[:MAX_NAME_CHARACTERS]!r}; there are: {', '.join([*GRADERS, *own])}", "grader"
+            )
         return grader
 
     def _item(self, one: pb.GradeItem) -> Item:

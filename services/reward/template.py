@@ -42,10 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.freeze()  # workers share these objects: no collection need touch them
     with socket.socket(fileno=args.fd) as control:
         while sock := _next_socket(control):
-            if os.fork() == 0:
+            if _fork() == 0:
                 control.close()
                 _begin(sock, hello, args, loader)
             sock.close()
+
+
+def _fork() -> int:
+    """As os.fork; -1 if the system has no room for another process, which the parent hears of by the closed socket."""
+    try:
+        return os.fork()
+    except OSError:
+        return -1
 
 
 def _next_socket(control: socket.socket) -> socket.socket | None:
@@ -57,6 +65,8 @@ def _begin(sock: socket.socket, hello: bytes, args: argparse.Namespace, loader: 
     """The life of a worker; does not return."""
     try:
         set_parent_death_signal(signal.SIGKILL)
+        os.setsid()  # a process group of its own
+        sock.set_inheritable(False)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         pidfd = os.pidfd_open(os.getpid())
         socket.send_fds(sock, [hello], [pidfd])

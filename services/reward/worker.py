@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -43,33 +44,39 @@ def load(loader: str) -> Loader:
 
 def work(sock: socket.socket, cpu_s: float, loader: Loader) -> None:
     """Answer questions until the socket closes; one that takes more than `cpu_s` of CPU time, if not 0, ends it."""
+    own = os.getpid()
     with sock, sock.makefile("rwb") as stream:
         for line in stream:
             if cpu_s:
                 sandbox.limit_cpu(cpu_s)
-            stream.write(_answer(line, loader))
+            answer = _answer(line, loader)
+            if os.getpid() != own:
+                os._exit(0)  # a grader forked, and this is the child
+            stream.write(answer)
             stream.flush()
 
 
-def encode_question(grader: str, question: Question) -> bytes:
-    """The line that asks a worker."""
-    return json.dumps({"grader": grader, **asdict(question)}).encode() + b"\n"
+def encode_question(number: int, grader: str, question: Question) -> bytes:
+    """The line that asks a worker; its answer repeats the number."""
+    return json.dumps({"number": number, "grader": grader, **asdict(question)}).encode() + b"\n"
 
 
-def decode_answer(line: bytes) -> Graded:
-    """What a worker answered."""
-    verdict, reason, value, values, failure = json.loads(line)
+def decode_answer(number: int, line: bytes) -> Graded:
+    """What a worker answered. Raises ValueError or TypeError if that is no answer to the question of this number."""
+    answered, verdict, reason, value, values, failure = json.loads(line)
+    if answered != number:
+        raise ValueError(f"an answer to question {answered} came for question {number}")
     return Graded(Verdict(verdict), Reason(reason), value=value, values=tuple(values), failure=failure)
 
 
 def _answer(line: bytes, loader: Loader) -> bytes:
     content = json.loads(line)
-    name = content.pop("grader")
+    number, name = content.pop("number"), content.pop("grader")
     try:
         graded = loader(name)(Question(**content))
-        return _encode(graded)
+        return _encode(number, graded)
     except Exception as error:  # noqa: BLE001  a grader may raise or return anything; it is counted as an error
-        return _encode(Graded(Verdict.ERROR, failure=f"{name}: {_describe(error)}"))
+        return _encode(number, Graded(Verdict.ERROR, failure=f"{name}: {_describe(error)}"))
 
 
 def _describe(error: Exception) -> str:
@@ -79,6 +86,6 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + place
 
 
-def _encode(graded: Graded) -> bytes:
-    answer = [graded.verdict.value, graded.reason.value, graded.value, graded.values, graded.failure]
+def _encode(number: int, graded: Graded) -> bytes:
+    answer = [number, graded.verdict.value, graded.reason.value, graded.value, graded.values, graded.failure]
     return json.dumps(answer).encode() + b"\n"

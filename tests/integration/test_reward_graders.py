@@ -111,6 +111,52 @@ async def test_each_item_can_name_its_grader(stub):
     assert [one.value for one in graded] == [0.5, 2.5, 1.0]
 
 
+BULLETS = {"instruction_id_list": ["detectable_format:number_bullet_lists"], "kwargs": [{"num_bullets": 1}]}
+NASTY = {
+    "hashes": ("deepscaler_plus", "</think>" + "#" * 2040 + " " * 2040 + "}", "5", {}),
+    "dots": ("gpqa", "." * 4000, "A", {}),
+    "a label of dots": ("gpqa", "A", "." * 8000, {}),
+    "lines": ("ifbench", "a" + "\n" * 9900 + "a", "", BULLETS),
+    "a title": ("ifbench", "<<" + " " * 9900, "", {"instruction_id_list": ["detectable_format:title"]}),
+    "a fence": ("ifbench", "1" + " " * 9900 + "x", "", {"instruction_id_list": ["detectable_format:json_format"]}),
+    "a label of boxes": ("deepscaler", "</think>\\boxed{1}", "\\boxed{" + "{}" * 500_000 + "}", {}),
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+async def test_nothing_that_is_graded_at_once_takes_long(stub, name):
+    grader, response, label, metadata = NASTY[name]
+    item = pb.GradeItem(response=response, label=label, grader=grader, metadata=json.dumps(metadata))
+    began = time.monotonic()
+    await grade(stub, *[item] * 8)
+    assert time.monotonic() - began < 1
+
+
+ODD = [
+    ("ifbench", {"instruction_id_list": 5}),
+    ("ifbench", {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": float("inf")}]}),
+    ("gpqa", {"choices": 5}),
+    ("gpqa", {"choices": ["x"] * 30}),
+]
+
+
+@pytest.mark.parametrize(("grader", "metadata"), ODD)
+async def test_metadata_that_make_no_sense_cost_only_their_item(stub, grader, metadata):
+    odd = pb.GradeItem(response="r", label="l", grader=grader, metadata=json.dumps(metadata))
+    graded = await grade(stub, odd, own("good"))
+    assert (graded[0].verdict, graded[1].value) == (pb.VERDICT_UNGRADABLE, 2.5)
+
+
+async def test_a_call_with_several_graders_may_fill_an_empty_queue(tmp_path):
+    async with serving(tmp_path, max_queue=2) as stub:
+        items = [
+            pb.GradeItem(response=f"</think>\\boxed{{x+{n}}}", label=f"{n}+x+0", grader=grader)
+            for grader in ("math", "deepscaler")
+            for n in range(2)
+        ]
+        assert [one.value for one in await grade(stub, *items, grader="math")] == [1.0] * 4
+
+
 @pytest.mark.parametrize(
     "broken", [{"grader": "guess"}, {"grader": "os:getcwd"}, {"metadata": "[1]"}, {"metadata": "{"}]
 )

@@ -6,10 +6,12 @@ The functions at the end are graders that run in workers; the pool finds them by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
 import socket
+import stat
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -76,7 +78,7 @@ async def test_all_workers_killed_at_once_are_back_within_a_second() -> None:
         assert await full(pool, 4) < 1
 
 
-@pytest.mark.parametrize("end", ["exit", "crash", "raise", "memory", "nonsense"])
+@pytest.mark.parametrize("end", ["exit", "crash", "raise", "memory", "nonsense", "garbage"])
 async def test_a_grader_that_fails_is_an_error_within_the_deadline(end: str) -> None:
     async with running() as pool:
         began = time.monotonic()
@@ -84,6 +86,31 @@ async def test_a_grader_that_fails_is_an_error_within_the_deadline(end: str) -> 
         assert time.monotonic() - began < TIMEOUT_S + SLACK_S
         assert (await ask(pool, "right")).reason is Reason.CORRECT
         assert await full(pool) < 1
+
+
+async def test_a_child_that_a_grader_forks_answers_nobody() -> None:
+    async with running(1, network=True) as pool:
+        for value in range(5):
+            await ask(pool, "fork")
+            assert (await ask(pool, "echo", str(value))).value == value
+
+
+async def test_no_answer_is_a_timeout_because_this_process_was_held_up() -> None:
+    async with running(1, cache_size=100) as pool:
+        asked = asyncio.create_task(ask(pool, "wait"))
+        await asyncio.sleep(0.1)
+        time.sleep(TIMEOUT_S + 0.5)  # noqa: ASYNC251  as if the process had been stopped
+        assert (await asked).reason is Reason.CORRECT
+
+
+async def test_idle_workers_that_die_are_replaced_before_anybody_asks() -> None:
+    async with running() as pool:
+        pids = {int((await ask(pool, "pid")).value or 0) for _ in range(20)}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        assert await full(pool) < 1
+        assert not pids & {int((await ask(pool, "pid")).value or 0) for _ in range(20)}
 
 
 async def test_a_cancelled_question_frees_its_worker() -> None:
@@ -215,6 +242,24 @@ def decide_raise(question: Question) -> Graded:
 
 def decide_memory(question: Question) -> Graded:
     return right(len(bytearray(4 << 30)))
+
+
+def decide_garbage(question: Question) -> Graded:
+    """Writes to every socket that this process has, of which one is the pool's."""
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, b"{]\n")
+    return right()
+
+
+def decide_fork(question: Question) -> Graded:
+    os.fork()
+    return right()
+
+
+def decide_echo(question: Question) -> Graded:
+    return right(float(question.answer))
 
 
 def decide_nonsense(question: Question) -> Graded:

@@ -81,12 +81,16 @@ READ_THE_WHOLE_TEXT = {"f1", "ifbench"}
 """Rules that do not look for a box of their own; to the others the prefix makes no difference."""
 
 
-@lru_cache
 def find_grader(name: str) -> Grader | None:
     """The grader of this name, which may begin with `boxed_`: then only the last box is graded, without its braces."""
     grader = GRADERS.get(name.removeprefix(BOXED))
     if grader is None or not name.startswith(BOXED) or grader.name not in READ_THE_WHOLE_TEXT:
         return grader
+    return _boxed(grader)
+
+
+@lru_cache
+def _boxed(grader: Grader) -> Grader:
     rule = grader.grade_cheaply
 
     def of_box(item: Item) -> Graded | Question:

@@ -23,8 +23,7 @@ SHORT_CHARACTERS = 400
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
 _BOXES = ("\\boxed", "\\fbox", "\\framebox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_LAST_LINE = re.compile(r"####\s*([^\n{}]+?)\s*\Z")
-"""How solutions of GSM8K end."""
+_LINES = re.compile(r"[\n{}]")
 _BARE = re.compile(r"\s+([^\s$][^$\n]*?)\s*(?=\$|\\[)\]]|\n|\Z|\s[A-Za-z]{2})")
 """What stands behind a box without braces: all to the end of the formula, or to the first word."""
 
@@ -71,8 +70,8 @@ def find_box(response: str, require_think: bool) -> str | Reason:
     start = max(response.rfind(box) for box in _BOXES)
     if start >= 0:
         return response[start : start + MAX_BOX]
-    said = _LAST_LINE.search(response[-CHEAP_CHARACTERS:])
-    return f"\\boxed{{{said[1]}}}" if said else Reason.NO_ANSWER
+    said = _last_line(response)
+    return f"\\boxed{{{said}}}" if said else Reason.NO_ANSWER
 
 
 def open_box(text: str) -> str | None:
@@ -93,13 +92,18 @@ def open_box(text: str) -> str | None:
     return None
 
 
+def _last_line(text: str) -> str:
+    """What stands behind `####` at the end, as in the solutions of GSM8K; empty if there is none."""
+    return _LINES.split(text[-CHEAP_CHARACTERS:].rstrip())[-1].partition("####")[2].strip()
+
+
 def read_label(label: str) -> str | None:
     """The label without spaces around it, taken out of its box, or of a last line as in GSM8K, if it has one.
 
     None if nothing can be graded by it.
     """
     start = max(label.rfind(box) for box in _BOXES)
-    if start < 0 and (said := _LAST_LINE.search(label[-CHEAP_CHARACTERS:])):
-        return said[1]
+    if start < 0 and (said := _last_line(label)):
+        return said
     inside = open_box(label[start:]) if start >= 0 else label
     return inside and inside.strip()

@@ -18,13 +18,16 @@ TAIL_CHARACTERS = 4000
 """An answer stands at the end."""
 DEFAULT_CHOICES = 4
 
-_LETTER = re.compile(r"\W*(?:\\text\w*\{)?\W*([A-Za-z])\W*")
+_LETTER = re.compile(r"(?:[^\w\\]|\\(?!text))*+(?:\\text\w*\{)?\W*+([A-Za-z])\W*+")
 _NAMED = re.compile(r"\b(?i:answer|option|choice)\b(?i:\s+is)?[\s:*$({\\]*(?:text\w*\{)?\(?([A-Z])\b(?![-'])")
 
 
 def grade_cheaply(item: Item) -> Graded | Question:
     """The verdict; there is nothing to leave to a worker."""
-    choices = [str(one) for one in item.metadata.get("choices") or ()]
+    given = item.metadata.get("choices") or []
+    if not isinstance(given, list) or len(given) > len(ascii_uppercase):
+        return Graded(Verdict.UNGRADABLE)
+    choices = [str(one) for one in given]
     letters = ascii_uppercase[: len(choices) or DEFAULT_CHOICES]
     right = _letter(str(item.metadata.get("correct_letter") or item.label), letters, choices)
     if right is None:

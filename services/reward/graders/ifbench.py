@@ -20,15 +20,18 @@ CHEAP_CHARACTERS = 10_000
 """A longer response is left to a worker, since checking it takes milliseconds."""
 
 Arguments = Mapping[str, Any]
-_FENCE = re.compile(r"^```(?:json)?\s*|\s*```$", re.IGNORECASE)
+_FENCE = re.compile(r"^```(?:json)?|```$", re.IGNORECASE)
 
 
 def grade_cheaply(item: Item) -> Graded | Question:
     """The verdict, or a long response for a worker."""
     text = item.response.rpartition("</think>")[2].strip()
     ids = item.metadata.get("instruction_id_list")
-    kwargs = item.metadata.get("kwargs") or [{}] * len(ids or ())
-    if not isinstance(ids, list) or not ids or not isinstance(kwargs, list) or len(kwargs) != len(ids):
+    kwargs = item.metadata.get("kwargs")
+    if not isinstance(ids, list) or not ids:
+        return Graded(Verdict.UNGRADABLE)
+    kwargs = kwargs or [{}] * len(ids)
+    if not isinstance(kwargs, list) or len(kwargs) != len(ids):
         return Graded(Verdict.UNGRADABLE)
     if not text:
         return item.scored(Reason.NO_ANSWER)
@@ -40,7 +43,7 @@ def decide(question: Question) -> Graded:
     """The verdict on a response; the label is JSON, pairs of an id and its arguments."""
     try:
         followed = [CHECKS[name](question.answer, given or {}) for name, given in json.loads(question.label)]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return Graded(Verdict.UNGRADABLE)  # an unknown instruction, or arguments that it cannot work with
     return Graded(Verdict.SCORED, Reason.CORRECT if all(followed) else Reason.WRONG)
 
@@ -84,10 +87,10 @@ CHECKS: Mapping[str, Callable[[str, Arguments], bool]] = {
     ),
     "length_constraints:number_paragraphs": _paragraphs,
     "detectable_format:number_bullet_lists": lambda text, given: (
-        len(re.findall(r"^\s*(?:\*[^*]|-)", text, re.MULTILINE)) == int(given["num_bullets"])
+        len(re.findall(r"^[^\S\n]*+(?:\*[^*]|-)", text, re.MULTILINE)) == int(given["num_bullets"])
     ),
     "detectable_format:number_highlighted_sections": _count(r"\*[^\n*]+\*", "num_highlights"),
-    "detectable_format:title": lambda text, _: re.search(r"<<[^\n<>]*\S[^\n<>]*>>", text) is not None,
+    "detectable_format:title": lambda text, _: re.search(r"<<[^\S\n]*+[^\n<>]++>>", text) is not None,
     "detectable_format:json_format": _is_json,
     "detectable_content:number_placeholders": _count(r"\[[^\n\[\]]*\]", "num_placeholders"),
     "change_case:english_capital": lambda text, _: text.isupper(),
