@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -267,8 +268,8 @@ class Buffer:
 
 
 def make_sample(lease: Any, index: int, text: str, version: tuple[int, int]) -> Any:
-    """A finished sample: tokens of its index and a text, one byte a token."""
-    tokens = [_TOKENS[character] for character in f"{index}{text}"]
+    """A finished sample: tokens of its index and a text, one byte or special token each."""
+    tokens = [_TOKENS[one] for one in re.findall(r"<\|\w+\|>|.", f"{index}{text}", re.DOTALL)]
     return common_pb2.Sample(
         group_id=lease.group_id,
         sample_index=index,

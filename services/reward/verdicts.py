@@ -73,4 +73,4 @@ class Graded:
     values: tuple[float, ...] = ()
     """Of the items of a group, in order, from a grader that judges them together."""
     failure: str = ""
-    """What went wrong in the grader, if it is ERROR or TIMEOUT."""
+    """What went wrong, if there is no score."""

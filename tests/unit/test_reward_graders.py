@@ -132,6 +132,24 @@ def test_gpqa_finds_the_letter(response, label, metadata, expected):
         ("startend:quotation", {}, '"a"', "a"),
         ("count:word_count_range", {"min_words": 2, "max_words": 3}, "a b", "a"),
         ("count:unique_word_count", {"N": 2}, "a b", "a a"),
+        ("keywords:letter_frequency", {"letter": "a", "let_frequency": 2, "let_relation": "less than"}, "Ab", "Aa"),
+        ("detectable_content:postscript", {"postscript_marker": "P.S."}, "a\nP. S. b", "a PS"),
+        ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "a\np.p.s b", "a P.S."),
+        (
+            "detectable_format:multiple_sections",
+            {"section_spliter": "Day", "num_sections": 2},
+            "Day 1 a Day 2 b",
+            "Day 1",
+        ),
+        ("detectable_format:constrained_response", {}, "My answer is no.", "No."),
+        ("combination:two_responses", {}, "a******b", "a******a"),
+        ("combination:repeat_prompt", {"prompt_to_repeat": "Say A."}, "say a. A", "A"),
+        (
+            "length_constraints:nth_paragraph_first_word",
+            {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "the"},
+            "a\n\n*The* b",
+            "the\n\na b",
+        ),
     ],
 )
 def test_ifbench_checks_an_instruction(instruction, arguments, follows, breaks):

@@ -43,8 +43,9 @@ def decide(question: Question) -> Graded:
     """The verdict on a response; the label is JSON, pairs of an id and its arguments."""
     try:
         followed = [CHECKS[name](question.answer, given or {}) for name, given in json.loads(question.label)]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        return Graded(Verdict.UNGRADABLE)  # an unknown instruction, or arguments that it cannot work with
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        # an unknown instruction, or arguments that it cannot work with
+        return Graded(Verdict.UNGRADABLE, failure=f"ifbench: {type(error).__name__}: {error}")
     return Graded(Verdict.SCORED, Reason.CORRECT if all(followed) else Reason.WRONG)
 
 
@@ -72,6 +73,35 @@ def _paragraphs(text: str, given: Arguments) -> bool:
     return len([one for one in text.split("***") if one.strip()]) == int(given["num_paragraphs"])
 
 
+def _letter_frequency(text: str, given: Arguments) -> bool:
+    count = text.lower().count(str(given["letter"]).lower())
+    return _compares(count, int(given["let_frequency"]), given.get("let_relation"))
+
+
+def _postscript(text: str, given: Arguments) -> bool:
+    marker = r"\s?".join(re.escape(one) for one in re.findall(r"\w\.?", given["postscript_marker"]))
+    return re.search(rf"{marker}.*", text, re.IGNORECASE) is not None
+
+
+def _sections(text: str, given: Arguments) -> bool:
+    headings = re.findall(rf"{re.escape(given['section_spliter'])}\s?\d+", text)  # spelt so in IFEval
+    return len(headings) >= int(given["num_sections"])
+
+
+def _two_responses(text: str, _: Arguments) -> bool:
+    parts = [one.strip() for one in text.split("******")]
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+def _nth_paragraph(text: str, given: Arguments) -> bool:
+    paragraphs = [one.strip() for one in text.split("\n\n") if one.strip()]
+    at = int(given["nth_paragraph"])
+    if len(paragraphs) != int(given["num_paragraphs"]) or not 0 < at <= len(paragraphs):
+        return False
+    first = re.match(r"[\W_]*([^\W_]*)", paragraphs[at - 1])
+    return first is not None and first[1].lower() == str(given["first_word"]).lower()
+
+
 def _count(pattern: str, argument: str) -> Callable[[str, Arguments], bool]:
     """At least so many matches of the pattern."""
     compiled = re.compile(pattern, re.MULTILINE)
@@ -86,6 +116,15 @@ CHECKS: Mapping[str, Callable[[str, Arguments], bool]] = {
         len(re.findall(r"\w+", text)), int(given["num_words"]), given.get("relation")
     ),
     "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
+    "keywords:letter_frequency": _letter_frequency,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:constrained_response": lambda text, _: any(
+        f"My answer is {one}." in text for one in ("yes", "no", "maybe")
+    ),
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda text, given: text.lower().startswith(given["prompt_to_repeat"].strip().lower()),
     "detectable_format:number_bullet_lists": lambda text, given: (
         len(re.findall(r"^[^\S\n]*+(?:\*[^*]|-)", text, re.MULTILINE)) == int(given["num_bullets"])
     ),
