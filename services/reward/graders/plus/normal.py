@@ -102,7 +102,7 @@ _RESPELLED = (
     (re.compile(r"\\(?:color|textcolor|tag)\*?\s*\{[^{}]*\}"), ""),
     (re.compile(r"\\(?:[hv]space|[hv]?phantom)\*?\s*\{[^{}]*\}"), " "),
     (re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})"), DEGREE),
-    (re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*|\{\\,\}|,\\,)(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*|\{\\,\})(?=\d{3}(?!\d))"), ""),
     (re.compile(r"\\not\s*="), NOT_EQUAL),
     (re.compile(r"\\\\\s*\[[^\[\]]{0,9}\]"), r"\\\\"),
     (re.compile(r"\\math(?:bb|bf)\s*(?:R(?![A-Za-z])|\{\s*R\s*\})"), REALS),
