@@ -232,11 +232,11 @@ async def soak(seconds: float) -> Soak:
 
 
 def memory_bytes() -> float:
-    """Of this process and all that it started; what they share counts once."""
+    """Of this process and all that it started, what no other process shares: that depends on none but them."""
     total = 0
     for process in (Process(), *Process().children(recursive=True)):
         with suppress(Error):  # it has just ended
-            total += process.memory_full_info().pss
+            total += process.memory_full_info().uss
     return total
 
 
