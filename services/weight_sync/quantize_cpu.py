@@ -92,11 +92,12 @@ def _quantize(x, block_rows, block_columns, ue8m0, codes, scales):  # noqa: ANN0
 @compiled
 def _dequantize(codes, scales, block_rows, block_columns, out):  # noqa: ANN001, ANN202
     largest = u32(0)
-    for r in range(codes.shape[0]):
+    spread = np.empty(codes.shape[1], f32)  # the scale of each column, so that a row is one loop
+    for b in range(scales.shape[0]):
         for d in range(scales.shape[1]):
-            left, right = d * block_columns, min(codes.shape[1], (d + 1) * block_columns)
-            decoded = _decode(codes[r, left:right], scales[r // block_rows, d], out[r, left:right])
-            largest = max(largest, decoded)
+            spread[d * block_columns : (d + 1) * block_columns] = scales[b, d]
+        for r in range(b * block_rows, min(codes.shape[0], (b + 1) * block_rows)):
+            largest = max(largest, _decode(codes[r], spread, out[r]))
     return largest
 
 
@@ -134,14 +135,14 @@ def _encode(x, scale, codes):  # noqa: ANN001, ANN202
 
 
 @compiled
-def _decode(codes, scale, out):  # noqa: ANN001, ANN202
+def _decode(codes, scales, out):  # noqa: ANN001, ANN202
     """Fill `out` and say the largest code without its sign."""
     largest = u32(0)
     for c in range(codes.size):
         code = u32(codes[c])
         magnitude = u32(code & u32(0x7F))
         bits = u32(u32(u32(code & u32(0x80)) << u32(24)) | u32(magnitude << u32(20)))
-        out[c] = _rounded(f32(f32(bits.view(f32) * E4M3_TO_FLOAT32) * scale), out)
+        out[c] = _rounded(f32(f32(bits.view(f32) * E4M3_TO_FLOAT32) * scales[c]), out)
         largest = magnitude if magnitude > largest else largest
     return largest
 

@@ -10,33 +10,41 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.weight_sync.quantize import quantize_reference
+from demo.warm_start import Recipe, warm_start
+from services.weight_sync.checkpoints.convert import convert
+from services.weight_sync.checkpoints.plan import plan_fp8
+from services.weight_sync.checkpoints.weights import open_directory
+from services.weight_sync.layout import BLOCK_128, Scaling
 
 Tokens = list[list[int]]
 KV_CACHE_BYTES = 1 << 30
 START_S = 240.0
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 
 
-def write_fp8_checkpoint(source: Path, target: Path, plain: Collection[str] = ()) -> None:
-    """A checkpoint whose decoder matrices are fp8 blocks, but for those of `plain` modules; all else in bfloat16."""
+def demo_model(folder: Path) -> Path:
+    """The demo's warm start: what FLOTILLA_DEMO_MODEL names, else `folder`/model, which takes minutes to make."""
+    model = Path(os.environ.get("FLOTILLA_DEMO_MODEL") or folder / "model").resolve()
+    if not model.exists():
+        warm_start(model, Recipe(), lambda _stage, _step: None)
+    return model
+
+
+def write_bf16_checkpoint(source: Path, target: Path) -> None:
+    """The same checkpoint in bfloat16, as a trainer holds it."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        tensors[name] = tensor.to(torch.bfloat16)
-        if name.endswith("_proj.weight") and name.removesuffix(".weight") not in plain:
-            tensors[name], tensors[f"{name}_scale_inv"] = quantize_reference(tensors[name])
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = FP8 | {"modules_to_not_convert": list(plain)}
-    (target / "config.json").write_text(json.dumps(config))
+
+
+def write_fp8_checkpoint(source: Path, target: Path, scaling: Scaling = BLOCK_128) -> None:
+    """What `flotilla convert hf-to-fp8` makes of a checkpoint."""
+    convert(plan_fp8(open_directory(source), scaling), target, 1, lambda _: None)
 
 
 def start_greedy(checkpoint: Path, prompts: Tokens, max_tokens: int, gpu: int) -> subprocess.Popen[bytes]:

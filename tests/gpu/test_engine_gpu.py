@@ -31,7 +31,7 @@ from services.weight_sync.agent.sender import Sender, TransferOrder
 from services.weight_sync.plan import make_plan
 from services.weight_sync.records import ManifestParameter, Plan, PolicyVersion, ShardSlice
 from services.weight_sync.transport import serve_store
-from tests.gpu.fresh_engine import greedy_answers, start_greedy, write_fp8_checkpoint
+from tests.gpu.fresh_engine import greedy_answers, start_greedy, write_bf16_checkpoint, write_fp8_checkpoint
 from tests.integration.engine_stack import RUN_ID, EngineClient, Response, client_of, process, sampling, write_spec
 from tests.tiny_models import save_model
 
@@ -116,9 +116,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate("ab"):
         save_model(folder / name, seed=seed)
-    plain = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkv"]
-    for name in "ab":
-        write_fp8_checkpoint(folder / name, folder / f"{name}-fp8", plain)
+        write_bf16_checkpoint(folder / name, folder / f"{name}-bf16")
+        write_fp8_checkpoint(folder / f"{name}-bf16", folder / f"{name}-fp8")
     return {name: folder / name for name in ("a", "b", "a-fp8", "b-fp8")}
 
 

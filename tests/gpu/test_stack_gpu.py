@@ -7,7 +7,6 @@ starting model is the demo's warm start: `FLOTILLA_DEMO_MODEL` names one that is
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,17 @@ import torch
 from demo.data import write_prompts
 from demo.problems import Split
 from demo.spec import Inputs, arithmetic_spec
-from demo.warm_start import Recipe, warm_start
 from flotilla.common.v1 import common_pb2
 from services.common.spec import RunSpec
 from tests.conftest import free_ports
-from tests.gpu.fresh_engine import Tokens, greedy_answers, start_greedy, write_fp8_checkpoint
+from tests.gpu.fresh_engine import (
+    Tokens,
+    demo_model,
+    greedy_answers,
+    start_greedy,
+    write_bf16_checkpoint,
+    write_fp8_checkpoint,
+)
 from tests.stack import Ended, evaluation_samples, ledger_of, run_to_the_end
 
 GPUS = tuple(range(min(2, torch.cuda.device_count())))
@@ -47,9 +52,7 @@ class Evaluated:
 
 def demo_spec(folder: Path) -> RunSpec:
     """The demo's run, with every version evaluated and kept, on ports of its own."""
-    model = Path(os.environ.get("FLOTILLA_DEMO_MODEL") or folder / "model").resolve()
-    if not model.exists():
-        warm_start(model, Recipe(), lambda _stage, _step: None)
+    model = demo_model(folder)
     train, held_out = folder / "train.jsonl", folder / "held-out.jsonl"
     write_prompts(train, Split.TRAINING, TRAINING_ROWS, seed=0)
     write_prompts(held_out, Split.HELD_OUT, HELD_OUT_ROWS, seed=0)
@@ -106,7 +109,9 @@ def test_greedy_output_after_every_update_is_that_of_a_fresh_engine(demo: Evalua
     export_checkpoints(spec, tmp_path)
     checkpoints = {step: tmp_path / f"fp8-{step}" for step in range(STEPS + 1)}
     for step, path in checkpoints.items():
-        write_fp8_checkpoint(spec.model.hf_checkpoint if step == 0 else tmp_path / str(step), path)
+        plain = tmp_path / f"bf16-{step}"
+        write_bf16_checkpoint(spec.model.hf_checkpoint if step == 0 else tmp_path / str(step), plain)
+        write_fp8_checkpoint(plain, path)
     answers = fresh_answers(demo, checkpoints)
     for step, expected in answers.items():
         found = [list(one.response_token_ids) for one in demo.samples[step]]

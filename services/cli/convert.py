@@ -1,0 +1,103 @@
+"""`flotilla convert`: checkpoints between bf16 and fp8, without a GPU. Killed, it goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from services.cli.run_argument import refuse
+from services.cli.supervisor import EXIT_INTERRUPTED
+from services.common.errors import InvalidArgument
+from services.weight_sync.layout import CHANNEL, TENSOR, Scaling
+
+if TYPE_CHECKING:
+    from services.weight_sync.checkpoints.plan import Conversion
+    from services.weight_sync.checkpoints.weights import Contents
+
+app = typer.Typer(no_args_is_help=True, help="Convert a checkpoint between bf16 and fp8, without a GPU.")
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Directory of a Hugging Face checkpoint.")]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="New directory, or that of the same conversion, killed.")]
+Workers = Annotated[int, typer.Option("--max-workers", min=1, help="Threads; each converts a file at a time.")]
+CORES = os.cpu_count() or 1
+BLOCK = (128, 128)
+
+
+@app.command("fp8-to-bf16")
+def fp8_to_bf16(source: Source, target: Target, max_workers: Workers = CORES) -> None:
+    """Dequantise every fp8 matrix to bf16."""
+    from services.weight_sync.checkpoints.plan import plan_bf16
+
+    _convert(source, target, max_workers, plan_bf16)
+
+
+@app.command("hf-to-fp8")
+def hf_to_fp8(
+    source: Source,
+    target: Target,
+    strategy: Annotated[
+        Literal["block", "channel", "tensor"], typer.Option("--strategy", help="Which elements share a scale.")
+    ] = "block",
+    block_size: Annotated[
+        tuple[int, int] | None, typer.Option("--block-size", help="Rows and columns of a block: 128 128.")
+    ] = None,
+    ue8m0: Annotated[bool, typer.Option("--ue8m0", help="Round scales up to powers of two.")] = False,
+    max_workers: Workers = CORES,
+) -> None:
+    """Quantise the linear layers of a model, from bf16, float16, float32, or from fp8 of another kind."""
+    from services.weight_sync.checkpoints.plan import plan_fp8
+
+    if block_size and strategy != "block":
+        refuse(f"--block-size is for --strategy block, not {strategy}")
+    rows, columns = block_size or BLOCK
+    if min(rows, columns) < 1:
+        refuse(f"--block-size {rows} {columns}: rows and columns are at least 1")
+    kind = {"block": Scaling(rows, columns), "channel": CHANNEL, "tensor": TENSOR}[strategy]
+    scaling = Scaling(kind.rows, kind.columns, ue8m0)
+    _convert(source, target, max_workers, lambda contents: plan_fp8(contents, scaling))
+
+
+def _convert(source: Path, target: Path, workers: int, make_plan: Callable[[Contents], Conversion]) -> None:
+    try:
+        import torch  # here, because only these commands need it
+
+        from services.weight_sync.checkpoints.convert import convert
+        from services.weight_sync.checkpoints.weights import open_directory
+    except ModuleNotFoundError as error:
+        refuse(f"flotilla convert needs {error.name}; install it with `pip install {error.name}`")
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    try:
+        plan = make_plan(open_directory(source))
+        with byte_bar() as bar:
+            task = bar.add_task("converting", total=sum(shard.read_bytes for shard in plan.shards))
+            convert(plan, target, workers, lambda count: bar.advance(task, count))
+    except (InvalidArgument, OSError) as error:
+        refuse(error)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; the same command goes on where {target} is", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    typer.echo(_report(plan, target, time.monotonic() - began))
+
+
+def byte_bar() -> Progress:
+    """A progress bar of bytes, on a terminal only."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+
+
+def _report(plan: Conversion, target: Path, seconds: float) -> str:
+    jobs = [job for shard in plan.shards for job in shard.jobs]
+    quantised = sum(job.scaling is not None for job in jobs)
+    dequantised = sum(job.scaling is None and job.weight.scale is not None for job in jobs)
+    size = sum(shard.size_bytes for shard in plan.shards)
+    done = f"{quantised} matrices quantised, {dequantised} dequantised, {len(jobs) - quantised - dequantised} copied"
+    return f"{target}: {done}; {size:,} bytes of weights, {seconds:.1f} s"
