@@ -15,6 +15,9 @@ from numba import njit, types
 from numba.extending import overload
 
 from services.weight_sync.layout import Scaling
+from services.weight_sync.vllm_cpu_fixes import let_vllm_start_beside_numba
+
+let_vllm_start_beside_numba()
 
 compiled: Callable[..., Any] = njit(error_model="numpy", nogil=True, cache=True)
 u8, u16, u32, f32 = np.uint8, np.uint16, np.uint32, np.float32

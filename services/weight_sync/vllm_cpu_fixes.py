@@ -1,6 +1,7 @@
 """Repairs of vLLM on CPU (0.24.0 and 0.32.0), each of silently wrong output; a no-op on every other platform.
 
-`apply` changes internals of vLLM, so it first checks that they are the ones it was written for.
+`apply` changes internals of vLLM, so it first checks that they are the ones it was written for. Another repair is of a
+start that fails where numba is loaded.
 """
 
 from __future__ import annotations
@@ -65,6 +66,27 @@ def _native_for_heads(original: Any) -> Any:
         return original(self, positions, query, key)
 
     return forward_cpu
+
+
+def let_vllm_start_beside_numba() -> None:
+    """When vLLM starts on CPU, it reads the `__dict__` of all that lies in a module (0.32.0).
+
+    llvmlite has an object there that answers any name with a function, this one too, which vLLM takes for a dict. Call
+    it where numba is imported.
+    """
+    from llvmlite.binding.ffi import lib
+
+    original = getattr(type(lib), "__getattr__", None)
+    if original is None or getattr(original, "flotilla_repair", False):
+        return
+
+    def no_special_names(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return original(self, name)
+
+    no_special_names.flotilla_repair = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(type(lib), "__getattr__", no_special_names)  # noqa: B010  no attribute that a type checker knows
 
 
 def _replace(cls: type, name: str, parameters: list[str], make: Any) -> None:
