@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from services.common.service import now_s
 from services.reward import metrics
+from services.reward.complaints import Complaints
 from services.reward.graders import Grader
 from services.reward.pool import WorkerPool
 from services.reward.verdicts import Graded, Item, Question, Verdict
@@ -18,16 +19,18 @@ TURN_S = 0.005
 MAX_LABEL_CHARACTERS = 10_000
 """A built-in grader can do nothing with a longer label."""
 
+COMPLAINTS = Complaints()
+
 Asked = Sequence[tuple[Grader, Item]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is asked about some items: one, or a group."""
+    """What a grader judges at once: an item, or the items of a group."""
 
     grader: Grader
-    question: Question
-    places: list[int]
+    places: Sequence[int]
+    items: Sequence[Item]
 
 
 async def grade_each(asked: Asked, pool_of: Callable[[Grader], WorkerPool]) -> list[Graded]:
@@ -36,67 +39,69 @@ async def grade_each(asked: Asked, pool_of: Callable[[Grader], WorkerPool]) -> l
     Raises:
         ResourceExhausted: Too many questions wait for workers; nothing was asked.
     """
-    drafts = await _draft_all(asked)
-    pieces = [_Piece(asked[at][0], draft, [at]) for at, draft in enumerate(drafts) if isinstance(draft, Question)]
-    pieces += _group_pieces([(at, *asked[at]) for at, draft in enumerate(drafts) if draft is None])
-    graded = {at: draft for at, draft in enumerate(drafts) if isinstance(draft, Graded)}
-    for piece, answer in zip(pieces, await _ask_all(pieces, pool_of), strict=True):
-        graded |= zip(piece.places, _split(answer, [asked[at][1] for at in piece.places]), strict=True)
+    pieces = _pieces(asked)
+    drafts = await _draft_all(pieces)
+    questions = [(one.grader, draft) for one, draft in zip(pieces, drafts, strict=True) if isinstance(draft, Question)]
+    answers = iter(await _ask_all(questions, pool_of))
+    graded: dict[int, Graded] = {}
+    for piece, draft in zip(pieces, drafts, strict=True):
+        answer = next(answers) if isinstance(draft, Question) else draft
+        if answer.verdict in (Verdict.ERROR, Verdict.TIMEOUT):
+            COMPLAINTS.complain(answer.failure)
+        graded |= zip(piece.places, _split(answer, piece.items), strict=True)
     for at, (grader, _) in enumerate(asked):
         metrics.ITEMS.labels(grader.name, graded[at].verdict.value, graded[at].reason.value).inc()
     return [graded[at] for at in range(len(asked))]
 
 
-async def _draft_all(asked: Asked) -> list[Graded | Question | None]:
-    """What the cheap part says of each item; None where the grader judges groups."""
-    drafts: list[Graded | Question | None] = []
-    began = now_s()
-    for grader, item in asked:
-        drafts.append(None if grader.ask_about_group else _draft(grader, item))
+def _pieces(asked: Asked) -> list[_Piece]:
+    places: dict[tuple[Grader, object], list[int]] = {}
+    for at, (grader, item) in enumerate(asked):
+        places.setdefault((grader, item.group_id if grader.ask_about_group else at), []).append(at)
+    return [_Piece(grader, where, [asked[at][1] for at in where]) for (grader, _), where in places.items()]
+
+
+async def _draft_all(pieces: Sequence[_Piece]) -> list[Graded | Question]:
+    """What the graders' cheap parts say."""
+    drafts, began = [], now_s()
+    for piece in pieces:
+        drafts.append(_draft(piece))
         if now_s() - began > TURN_S:
             await asyncio.sleep(0)
             began = now_s()
     return drafts
 
 
-def _draft(grader: Grader, item: Item) -> Graded | Question:
-    if grader.digest and len(item.label) > MAX_LABEL_CHARACTERS:
-        return Graded(Verdict.UNGRADABLE)
+def _draft(piece: _Piece) -> Graded | Question:
+    grader = piece.grader
     try:
-        return grader.grade_cheaply(item)
-    except Exception as error:  # noqa: BLE001  whatever the item holds, the others are graded
+        if grader.ask_about_group:
+            return grader.ask_about_group(piece.items)
+        if grader.digest and len(piece.items[0].label) > MAX_LABEL_CHARACTERS:
+            return Graded(Verdict.UNGRADABLE)
+        return grader.grade_cheaply(piece.items[0])
+    except Exception as error:  # noqa: BLE001  whatever an item holds, the others are graded
         return Graded(Verdict.ERROR, failure=f"{grader.name}: {type(error).__name__}: {error}")
 
 
-def _group_pieces(asked: Sequence[tuple[int, Grader, Item]]) -> list[_Piece]:
-    """The questions about groups."""
-    groups: dict[tuple[Grader, str], list[tuple[int, Item]]] = {}
-    for at, grader, item in asked:
-        groups.setdefault((grader, item.group_id), []).append((at, item))
-    pieces = []
-    for (grader, _), members in groups.items():
-        assert grader.ask_about_group
-        question = grader.ask_about_group([item for _, item in members])
-        pieces.append(_Piece(grader, question, [at for at, _ in members]))
-    return pieces
-
-
-async def _ask_all(pieces: Sequence[_Piece], pool_of: Callable[[Grader], WorkerPool]) -> list[Graded]:
+async def _ask_all(
+    questions: Sequence[tuple[Grader, Question]], pool_of: Callable[[Grader], WorkerPool]
+) -> list[Graded]:
     """The answers, in order; equal questions are asked once if their answers must be equal."""
     keys: list[object] = []
-    distinct: dict[WorkerPool, dict[object, _Piece]] = {}
-    for at, piece in enumerate(pieces):
-        pool = pool_of(piece.grader)
-        keys.append((piece.grader, piece.question) if pool.remembers else at)
-        distinct.setdefault(pool, {})[keys[-1]] = piece
+    distinct: dict[WorkerPool, dict[object, tuple[Grader, Question]]] = {}
+    for at, (grader, question) in enumerate(questions):
+        pool = pool_of(grader)
+        keys.append((grader, question) if pool.remembers else at)
+        distinct.setdefault(pool, {})[keys[-1]] = grader, question
     with ExitStack() as places:
         for pool, asked in distinct.items():
             places.enter_context(pool.reserve(len(asked)))
         async with asyncio.TaskGroup() as group:
             tasks = {
-                key: group.create_task(pool.ask(piece.grader.target or piece.grader.name, piece.question))
+                key: group.create_task(pool.ask(grader.target or grader.name, question))
                 for pool, asked in distinct.items()
-                for key, piece in asked.items()
+                for key, (grader, question) in asked.items()
             }
     return [tasks[key].result() for key in keys]
 

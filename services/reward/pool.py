@@ -38,9 +38,6 @@ MAX_ANSWERS = 1000
 
 LATE_S = 0.2
 """After a deadline; whoever hears of it later was held up himself."""
-MAX_COMPLAINTS = 100
-"""Different failures that are logged in COMPLAINTS_S; the metrics count them all."""
-COMPLAINTS_S = 60.0
 
 log = get_logger(__name__)
 
@@ -79,8 +76,6 @@ class WorkerPool:
         self._replacements: set[asyncio.Task[None]] = set()
         self._reserved = 0
         self._stopped = False
-        self._complaints: set[str] = set()
-        self._complaining_since_s = now_s()
         self.failure = ""
         """What went wrong when the last new worker was asked its first question."""
 
@@ -154,18 +149,8 @@ class WorkerPool:
         if graded.verdict is Verdict.TIMEOUT:
             graded = replace(graded, failure=f"{grader}: no answer within {self._timeout_s:g} s")
         metrics.SECONDS.observe(spent_s)
-        self._complain(graded.failure)
         lasting = graded.verdict is not Verdict.ERROR and (attempts == 1 or graded.verdict is not Verdict.TIMEOUT)
         return replace(graded, seconds=spent_s), lasting
-
-    def _complain(self, failure: str) -> None:
-        """Say in the log what went wrong, the same only once in COMPLAINTS_S."""
-        if now_s() - self._complaining_since_s > COMPLAINTS_S:
-            self._complaints.clear()
-            self._complaining_since_s = now_s()
-        if failure and failure not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
-            self._complaints.add(failure)
-            log.warning("a grader failed", error=failure)
 
     async def _take(self) -> Worker:
         while (worker := await self._idle.get()) not in self._workers or worker.reader.at_eof():
@@ -246,6 +231,8 @@ class WorkerPool:
         try:
             async with asyncio.timeout(START_S):
                 answer = await worker.ask(grader, question)
+        except TimeoutError:
+            raise TimeoutError(f"{grader}: not loaded within {START_S:g} s") from None
         finally:
             if not answer:
                 worker.kill()

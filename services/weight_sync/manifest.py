@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.weight_sync.checkpoints.folder import INDEX
+from services.weight_sync.checkpoints.header import read_shard
 from services.weight_sync.records import ManifestParameter
 
-INDEX = "model.safetensors.index.json"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -38,7 +39,12 @@ class LoadedModel:
 
 
 def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a safetensors checkpoint, from its headers alone."""
+    """Names and shapes of the tensors of a safetensors checkpoint, from its headers alone.
+
+    Raises:
+        FileNotFoundError: There are none.
+        CheckpointError: A header is truncated or inconsistent.
+    """
     index = directory / INDEX
     if index.is_file():
         files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
@@ -46,8 +52,7 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"there are no safetensors in {directory}")
-    headers = [_header(file) for file in files]
-    return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
+    return {entry.name: entry.shape for file in files for entry in read_shard(file).entries}
 
 
 def make_manifest(shapes: Mapping[str, tuple[int, ...]], model: LoadedModel) -> list[ManifestParameter]:
@@ -94,12 +99,3 @@ def _dtype(name: str, model: LoadedModel) -> str:
         merged = [f"{prefix}.{whole}{dot}{last}" for whole, parts in model.packed_modules.items() if part in parts]
         found = next((model.parameter_dtypes[one] for one in merged if one in model.parameter_dtypes), None)
     return found or model.dtype
-
-
-def _header(file: Path) -> dict[str, dict[str, list[int]]]:
-    """Header of a safetensors file: 8 bytes of length, little-endian, then JSON."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-    header.pop("__metadata__", None)
-    return header

@@ -28,6 +28,7 @@ from services.weight_sync.quantize import (
 )
 from services.weight_sync.records import WireBucket, WireFormat, WireTensor
 from services.weight_sync.wire import decode_bucket, encode_bucket
+from tests.scalings import SCALINGS, same_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -46,15 +47,6 @@ SHAPES = [
     (4097, 4095),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SCALINGS = [
-    BLOCK_128,
-    CHANNEL,
-    TENSOR,
-    Scaling(64, 32),
-    Scaling(128, 128, ue8m0=True),
-    Scaling(1, 0, ue8m0=True),
-    Scaling(0, 0, ue8m0=True),
-]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -70,10 +62,6 @@ def assert_same_bytes(x: torch.Tensor, scaling: Scaling = BLOCK_128) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         expected = dequantize_reference(values.cpu(), scales.cpu(), dtype, scaling)
         assert same_bits(dequantize(values, scales, dtype, scaling).cpu(), expected)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.equal(other) and one.signbit().equal(other.signbit())
 
 
 def assert_equals_reference(

@@ -147,6 +147,15 @@ async def test_metadata_that_make_no_sense_cost_only_their_item(stub, grader, me
     assert (graded[0].verdict, graded[1].value) == (pb.VERDICT_UNGRADABLE, 2.5)
 
 
+async def test_metadata_too_deep_for_a_group_cost_only_that_group(folder, tmp_path, monkeypatch, address):
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    deep = '{"a":' + "[" * 960 + "]" * 960 + "}"
+    async with serving(tmp_path, grader="my_rewards:rank", custom_per_group=True, values=VALUES) as stub:
+        items = [pb.GradeItem(response="x", group_id="a", metadata=deep), pb.GradeItem(response="x", group_id="b")]
+        graded = await grade(stub, *items, grader="my_rewards:rank")
+    assert graded[1].value == 1.0
+
+
 async def test_a_call_with_several_graders_may_fill_an_empty_queue(tmp_path):
     async with serving(tmp_path, max_queue=2) as stub:
         items = [

@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 from services.weight_sync.layout import BLOCK_128, CHANNEL, TENSOR, Scaling
 from services.weight_sync.quantize import dequantize, dequantize_reference, quantize, quantize_reference
 from tests import weight_sync_oracles as oracle
+from tests.scalings import SCALINGS, same_bits
 
 SHAPES = [(1, 1), (1, 128), (128, 1), (3, 5), (127, 129), (128, 128), (129, 127), (256, 384), (300, 200), (1, 1000)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SCALINGS = [
-    BLOCK_128,
-    CHANNEL,
-    TENSOR,
-    Scaling(64, 32),
-    Scaling(128, 128, ue8m0=True),
-    Scaling(1, 0, ue8m0=True),
-    Scaling(0, 0, ue8m0=True),
-]
 
 
 def assert_equal_to_oracle(x: torch.Tensor, scaling: Scaling = BLOCK_128) -> None:
@@ -40,10 +32,6 @@ def assert_equal_to_oracle(x: torch.Tensor, scaling: Scaling = BLOCK_128) -> Non
         expected = back.to(dtype)
         assert same_bits(dequantize(values, scales, dtype, scaling), expected)
         assert same_bits(dequantize_reference(values, scales, dtype, scaling), expected)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.equal(other) and one.signbit().equal(other.signbit())
 
 
 def noise(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
