@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from services.common.fp8_layers import FAMILIES
+from services.rollout_gateway.engine.arguments import block_fp8_config
 from services.weight_sync.checkpoints.errors import CheckpointError
-from services.weight_sync.checkpoints.families import FAMILIES
 from services.weight_sync.checkpoints.header import NewTensor, make_header, tensor_bytes
 from services.weight_sync.checkpoints.plan import Conversion, plan_bf16, plan_fp8
 from services.weight_sync.checkpoints.targets import choose_targets
@@ -229,6 +230,16 @@ def test_blocks_that_vllm_cannot_load_are_left_plain(tmp_path: Path) -> None:
     assert choose_targets(contents, Scaling(64, 64)).quantised == choose_targets(contents, CHANNEL).quantised
     linears = {name for name in shapes if name.endswith("_proj.weight")}
     assert choose_targets(contents, CHANNEL).quantised == choose_targets(contents, TENSOR).quantised == linears
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3", "llama", "glm4_moe"])
+def test_an_engine_is_told_what_a_converted_checkpoint_says(tmp_path: Path, model_type: str) -> None:
+    shapes = deepseek_r1() if model_type == "deepseek_v3" else glm_47()
+    shapes["model.layers.0.self_attn.o_proj.weight"] = (5120, 12300)
+    plan = plan_fp8(contents_of(tmp_path, shapes, model_type), BLOCK_128)
+    told = block_fp8_config(tmp_path)
+    assert told == json.loads(plan.documents["config.json"])["quantization_config"]
+    assert "model.layers.0.self_attn.o_proj" in told["modules_to_not_convert"]
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", None, 7])

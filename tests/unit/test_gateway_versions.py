@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.rollout_gateway.engine import versions
-from services.rollout_gateway.engine.arguments import graph_sizes, plain_modules
+from services.rollout_gateway.engine.arguments import graph_sizes
 from services.rollout_gateway.engine.versions import VersionHistory
 from services.rollout_gateway.spans import Span, Version, spans_between
 
@@ -108,34 +108,6 @@ async def test_a_handler_that_hangs_ends_the_wait(monkeypatch):
     llm.outputs_queue.put_nowait("r")
     with pytest.raises(RuntimeError, match="has not taken in everything"):
         await history.change(NEW)
-
-
-def test_layers_with_ragged_blocks_stay_plain_and_so_does_what_is_merged_with_them():
-    matrices = {
-        "lm_head": (1024, 128),
-        "model.embed_tokens": (1024, 128),
-        "model.layers.0.mlp.down_proj": (128, 384),
-        "model.layers.0.mlp.gate": (128, 128),
-        "model.layers.0.mlp.gate_proj": (384, 128),
-        "model.layers.0.mlp.up_proj": (384, 128),
-        "model.layers.0.self_attn.k_proj": (64, 128),
-        "model.layers.0.self_attn.o_proj": (128, 128),
-        "model.layers.0.self_attn.q_proj": (128, 128),
-        "model.layers.0.self_attn.v_proj": (64, 128),
-        "model.layers.1.mlp.experts.3.up_proj": (96, 128),
-        "model.layers.1.mlp.experts.3.gate_proj": (96, 128),
-        "model.layers.1.self_attn.q_proj": (128, 128),
-    }
-    assert plain_modules(matrices) == [
-        "lm_head",
-        "model.embed_tokens",
-        "model.layers.0.mlp.gate",
-        "model.layers.0.self_attn.k_proj",
-        "model.layers.0.self_attn.q_proj",
-        "model.layers.0.self_attn.v_proj",
-        "model.layers.1.mlp.experts.3.gate_proj",
-        "model.layers.1.mlp.experts.3.up_proj",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ the first update always comes before the first request. Elsewhere the weights ar
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from services.common.errors import InvalidArgument
+from services.common.fp8_layers import fp8_modules, plain_modules
 from services.common.spec import RunSpec
 
 STREAM_INTERVAL_TOKENS = 32
@@ -28,14 +30,6 @@ GIB = 1 << 30
 FP8_CAPABILITY = 89
 """First CUDA compute capability with fp8 matrix products, times 10."""
 BLOCK = 128
-MERGED = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"gate_proj", "up_proj"},
-    {"q_a_proj", "kv_a_proj_with_mqa"},
-)
-"""Linear layers that vLLM's models merge into one, which must be of one kind."""
-NEVER_FP8 = {"gate", "router", "shared_expert_gate", "lm_head", "embed_tokens"}
-"""Routers, and what is not a linear layer to vLLM."""
 
 
 def load_llm(spec: RunSpec, worker_extension: str) -> Any:
@@ -118,44 +112,33 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def _fp8_arguments(checkpoint: Path) -> dict[str, Any]:
-    quantization = {
+    return {"load_format": "dummy", "hf_overrides": {"quantization_config": block_fp8_config(checkpoint)}}
+
+
+def block_fp8_config(checkpoint: Path) -> dict[str, Any]:
+    """What vLLM is told of the weights that will come: those that a checkpoint in block fp8 would have.
+
+    Raises:
+        InvalidArgument: The model is not of a known family.
+    """
+    config_file = checkpoint / "config.json"
+    config = json.loads(config_file.read_text())
+    shapes = _matrices(checkpoint)
+    try:
+        quantised = fp8_modules(shapes, config.get("model_type"), (BLOCK, BLOCK))
+    except ValueError as error:
+        raise InvalidArgument(f"{config_file}: {error}") from None
+    return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": plain_modules(_matrices(checkpoint)),
+        "modules_to_not_convert": plain_modules(shapes, quantised),
     }
-    return {"load_format": "dummy", "hf_overrides": {"quantization_config": quantization}}
-
-
-def plain_modules(matrices: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Modules that vLLM's block-fp8 layers cannot take, by HF name, sorted.
-
-    vLLM quantises activations in groups of 128 and refuses merged layers with a ragged block between two parts (0.24
-    and 0.32: `validate_fp8_block_shape`); a matrix with a size that is no multiple of 128 is left plain, and all that
-    vLLM merges with it.
-
-    Args:
-        matrices: Shape [output, input] of each two-dimensional `<module>.weight` of the checkpoint, by module.
-    """
-    plain = {
-        name for name, shape in matrices.items() if _last(name) in NEVER_FP8 or any(size % BLOCK for size in shape)
-    }
-    return sorted(plain | {sibling for name in plain for sibling in _merged_with(name, matrices)})
-
-
-def _merged_with(module: str, modules: Iterable[str]) -> list[str]:
-    parent, dot, last = module.rpartition(".")
-    names = {f"{parent}{dot}{other}" for group in MERGED if last in group for other in group}
-    return [one for one in modules if one in names]
-
-
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]
 
 
 def _matrices(checkpoint: Path) -> dict[str, tuple[int, int]]:
-    """Shapes of the two-dimensional weights of a checkpoint, from its headers alone."""
+    """Shapes of the two-dimensional weights of a checkpoint by module, from its headers alone."""
     from safetensors import safe_open
 
     found = {}
