@@ -51,11 +51,49 @@ def _scale(largest, fp8_max: tl.constexpr, floor: tl.constexpr, ue8m0: tl.conste
 
 
 @triton.jit
-def _find_matrix(table_ptr, program, slots: tl.constexpr):
-    """The column of a table for the matrix that a program belongs to, and the number of the program within it."""
+def _find_matrix(table_ptr, slots: tl.constexpr):
+    """The column of a table for the matrix that this program belongs to, and the number of the program within it."""
     firsts = tl.load(table_ptr + tl.arange(0, slots))
-    matrix = table_ptr + tl.sum((firsts <= program).to(tl.int32), 0) - 1
-    return matrix, program - tl.load(matrix).to(tl.int32)
+    matrix = table_ptr + tl.sum((firsts <= tl.program_id(0)).to(tl.int32), 0) - 1
+    return matrix, tl.program_id(0) - tl.load(matrix).to(tl.int32)
+
+
+@triton.jit
+def _layout(matrix, slots: tl.constexpr, wide: tl.constexpr):
+    """Strides of rows and columns, rows and columns of a matrix."""
+    row_stride = tl.load(matrix + 2 * slots)
+    column_stride = tl.load(matrix + 3 * slots)
+    rows = tl.load(matrix + 4 * slots).to(tl.int32)
+    columns = tl.load(matrix + 5 * slots).to(tl.int32)
+    if wide:  # said so that 16 bytes are loaded and stored at once
+        row_stride, column_stride, columns = tl.multiple_of(row_stride, 16), 1, tl.multiple_of(columns, 16)
+    return row_stride, column_stride, rows, columns
+
+
+@triton.jit
+def _results(matrix, buffer_ptr, slots: tl.constexpr, element: tl.constexpr):
+    """Where the values, as `element`, and the scales of a matrix go in the buffer."""
+    values_ptr = buffer_ptr + tl.multiple_of(tl.load(matrix + 6 * slots), 16)
+    scales_ptr = buffer_ptr + tl.load(matrix + 7 * slots)
+    return values_ptr.to(tl.pointer_type(element)), scales_ptr.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _tile(index, columns, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
+    """Numbers of the rows, [tile_rows, 1], and columns, [1, tile_columns], of a tile; tiles are counted row by row."""
+    column_tiles = tl.cdiv(columns, tile_columns)
+    row = index // column_tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
+    column = index % column_tiles * tile_columns + tl.arange(0, tile_columns)[None, :]
+    return row, column
+
+
+@triton.jit
+def _places(pointer, row, column, row_stride, column_stride, wide: tl.constexpr):
+    """Pointers to elements of a matrix."""
+    places = pointer + row * row_stride + column.to(tl.int64) * column_stride
+    if wide:
+        places = tl.multiple_of(places, [1, 16])
+    return places
 
 
 @triton.jit
@@ -72,24 +110,14 @@ def quantize_blocks(
     block_columns: tl.constexpr,
 ):
     """A program quantises one block."""
-    matrix, index = _find_matrix(table_ptr, tl.program_id(0), slots)
+    matrix, index = _find_matrix(table_ptr, slots)
     x_ptr = tl.load(matrix + slots).to(tl.pointer_type(element))
-    row_stride = tl.load(matrix + 2 * slots)
-    column_stride = tl.load(matrix + 3 * slots)
-    rows = tl.load(matrix + 4 * slots).to(tl.int32)
-    columns = tl.load(matrix + 5 * slots).to(tl.int32)
-    values_ptr = (buffer_ptr + tl.multiple_of(tl.load(matrix + 6 * slots), 16)).to(tl.pointer_type(tl.float8e4nv))
-    scales_ptr = (buffer_ptr + tl.load(matrix + 7 * slots)).to(tl.pointer_type(tl.float32))
-    if wide:  # said so that 16 bytes are loaded and stored at once
-        row_stride, column_stride, columns = tl.multiple_of(row_stride, 16), 1, tl.multiple_of(columns, 16)
-    column_blocks = tl.cdiv(columns, block_columns)
-    column = index % column_blocks * block_columns + tl.arange(0, block_columns)[None, :]
-    row = index // column_blocks * block_rows + tl.arange(0, block_rows)[:, None]
+    row_stride, column_stride, rows, columns = _layout(matrix, slots, wide)
+    values_ptr, scales_ptr = _results(matrix, buffer_ptr, slots, tl.float8e4nv)
+    row, column = _tile(index, columns, block_rows, block_columns)
     inside = (row < rows) & (column < columns)
-    place = x_ptr + row * row_stride + column.to(tl.int64) * column_stride
-    if wide:
-        place = tl.multiple_of(place, [1, 16])
-    x = tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
+    places = _places(x_ptr, row, column, row_stride, column_stride, wide)
+    x = tl.load(places, mask=inside, other=0.0, eviction_policy="evict_first")
     largest = tl.reduce(_magnitude_bits(x), None, _larger)
     scale = _scale(largest.to(x.dtype, bitcast=True).to(tl.float32), fp8_max, floor, ue8m0)
     tl.store(scales_ptr + index, scale)
@@ -124,17 +152,12 @@ def quantize_pairs(
     block_columns: tl.constexpr,
 ):
     """As `quantize_blocks`, for wide matrices of bfloat16: two elements in a word, in half of the instructions."""
-    matrix, index = _find_matrix(table_ptr, tl.program_id(0), slots)
+    matrix, index = _find_matrix(table_ptr, slots)
     x_ptr = tl.load(matrix + slots).to(tl.pointer_type(tl.int32))
-    row_stride = tl.multiple_of(tl.load(matrix + 2 * slots) // 2, 8)
-    rows = tl.load(matrix + 4 * slots).to(tl.int32)
-    columns = tl.multiple_of(tl.load(matrix + 5 * slots).to(tl.int32) // 2, 8)
-    values_ptr = (buffer_ptr + tl.multiple_of(tl.load(matrix + 6 * slots), 16)).to(tl.pointer_type(tl.int16))
-    scales_ptr = (buffer_ptr + tl.load(matrix + 7 * slots)).to(tl.pointer_type(tl.float32))
-    half: tl.constexpr = block_columns // 2
-    column_blocks = tl.cdiv(columns, half)
-    column = index % column_blocks * half + tl.arange(0, half)[None, :]
-    row = index // column_blocks * block_rows + tl.arange(0, block_rows)[:, None]
+    row_stride, _, rows, columns = _layout(matrix, slots, True)
+    row_stride, columns = tl.multiple_of(row_stride // 2, 8), tl.multiple_of(columns // 2, 8)
+    values_ptr, scales_ptr = _results(matrix, buffer_ptr, slots, tl.int16)
+    row, column = _tile(index, columns, block_rows, block_columns // 2)
     inside = (row < rows) & (column < columns)
     x = tl.load(tl.multiple_of(x_ptr + row * row_stride + column, [1, 8]), mask=inside, other=0)
     pair = tl.reduce(x & 0x7FFF7FFF, None, _larger_pair)
@@ -168,16 +191,10 @@ def quantize_rows(
     With a scale for each row it does everything. With one that the matrix shares, one launch without `encode` finds the
     bits of the largest magnitude, row 9 of the table, and the next one with `encode` uses them.
     """
-    matrix, index = _find_matrix(table_ptr, tl.program_id(0), slots)
+    matrix, index = _find_matrix(table_ptr, slots)
     x_ptr = tl.load(matrix + slots).to(tl.pointer_type(element))
-    row_stride = tl.load(matrix + 2 * slots)
-    column_stride = tl.load(matrix + 3 * slots)
-    rows = tl.load(matrix + 4 * slots).to(tl.int32)
-    columns = tl.load(matrix + 5 * slots).to(tl.int32)
-    values_ptr = (buffer_ptr + tl.multiple_of(tl.load(matrix + 6 * slots), 16)).to(tl.pointer_type(tl.float8e4nv))
-    scales_ptr = (buffer_ptr + tl.load(matrix + 7 * slots)).to(tl.pointer_type(tl.float32))
-    if wide:
-        row_stride, column_stride, columns = tl.multiple_of(row_stride, 16), 1, tl.multiple_of(columns, 16)
+    row_stride, column_stride, rows, columns = _layout(matrix, slots, wide)
+    values_ptr, scales_ptr = _results(matrix, buffer_ptr, slots, tl.float8e4nv)
     row = index * tile_rows + tl.arange(0, tile_rows)[:, None]
     from_left = tl.arange(0, tile_columns)[None, :]
     word: tl.constexpr = tl.core.get_int_dtype(element.primitive_bitwidth, True)
@@ -187,10 +204,9 @@ def quantize_rows(
         tile = tl.full([tile_rows, tile_columns], 0, word)
         for left in range(0, columns, tile_columns):
             column = left + from_left
-            place = x_ptr + row * row_stride + column.to(tl.int64) * column_stride
-            if wide:
-                place = tl.multiple_of(place, [1, 16])
-            tile = tl.maximum(tile, _magnitude_bits(tl.load(place, mask=(row < rows) & (column < columns), other=0.0)))
+            places = _places(x_ptr, row, column, row_stride, column_stride, wide)
+            x = tl.load(places, mask=(row < rows) & (column < columns), other=0.0)
+            tile = tl.maximum(tile, _magnitude_bits(x))
         largest = tl.reduce(tile, 1, _larger, keep_dims=True)
     if shared and not encode:
         tl.atomic_max(matrix + 9 * slots, tl.reduce(largest, None, _larger).to(tl.int64))
@@ -202,11 +218,8 @@ def quantize_rows(
         for left in range(0, columns, tile_columns):
             column = left + from_left
             inside = (row < rows) & (column < columns)
-            place = x_ptr + row * row_stride + column.to(tl.int64) * column_stride
-            if wide:
-                place = tl.multiple_of(place, [1, 16])
-            x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-            values = _divide(x, scale, inverse).to(tl.float8e4nv)
+            x = tl.load(_places(x_ptr, row, column, row_stride, column_stride, wide), mask=inside, other=0.0)
+            values = _divide(x.to(tl.float32), scale, inverse).to(tl.float8e4nv)
             tl.store(values_ptr + row.to(tl.int64) * columns + column, values, mask=inside)
 
 
@@ -222,24 +235,15 @@ def dequantize_tiles(
     shared: tl.constexpr,
 ):
     """A program decodes one tile: a block with a scale of its own, or rows with theirs, or a part of a whole."""
-    matrix, index = _find_matrix(table_ptr, tl.program_id(0), slots)
+    matrix, index = _find_matrix(table_ptr, slots)
     codes_ptr = tl.load(matrix + slots).to(tl.pointer_type(tl.uint8))
-    row_stride = tl.load(matrix + 2 * slots)
-    column_stride = tl.load(matrix + 3 * slots)
-    rows = tl.load(matrix + 4 * slots).to(tl.int32)
-    columns = tl.load(matrix + 5 * slots).to(tl.int32)
+    row_stride, column_stride, rows, columns = _layout(matrix, slots, wide)
     out_ptr = tl.load(matrix + 6 * slots).to(tl.pointer_type(element))
     scales_ptr = tl.load(matrix + 7 * slots).to(tl.pointer_type(tl.float32))
-    if wide:
-        row_stride, column_stride, columns = tl.multiple_of(row_stride, 16), 1, tl.multiple_of(columns, 16)
-    column_tiles = tl.cdiv(columns, tile_columns)
-    column = index % column_tiles * tile_columns + tl.arange(0, tile_columns)[None, :]
-    row = index // column_tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row, column = _tile(index, columns, tile_rows, tile_columns)
     inside = (row < rows) & (column < columns)
-    place = codes_ptr + row * row_stride + column.to(tl.int64) * column_stride
-    if wide:
-        place = tl.multiple_of(place, [1, 16])
-    codes = tl.load(place, mask=inside, other=0, eviction_policy="evict_first")
+    places = _places(codes_ptr, row, column, row_stride, column_stride, wide)
+    codes = tl.load(places, mask=inside, other=0, eviction_policy="evict_first")
     if by_row:
         scale = tl.load(scales_ptr + row, mask=row < rows, other=0.0)
     else:
