@@ -80,7 +80,7 @@ def quantize_cuda(
             for encode in (False, True) if shared else (True,):
                 kernel(table, buffer, *memory, *constants, *ROWS_TILE, shared, encode, num_warps=warps)
 
-    kinds = [_kind(one.x, one.x.dtype) for one in matrices]
+    kinds = [_kind(one.x, one.x) for one in matrices]
     return _launch_all(kinds, [entry(one) for one in matrices], tile, buffer.device, launch)
 
 
@@ -113,7 +113,7 @@ def dequantize_cuda(matrices: Sequence[Encoded], scaling: Scaling, warps: int = 
         kernel: Any = dequantize_tiles[(programs,)]
         kernel(table, ELEMENTS[kind.dtype], kind.wide, SLOTS, *tile, by_row, shared, num_warps=warps)
 
-    kinds = [_kind(one.values, one.out.dtype) for one in matrices]
+    kinds = [_kind(one.values, one.out) for one in matrices]
     device = matrices[0].values.device if matrices else torch.device("cuda")
     return _launch_all(kinds, [entry(one) for one in matrices], tile, device, launch)
 
@@ -161,10 +161,11 @@ def _groups(kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, list[int]]]:
             yield kind, indices[start : start + SLOTS]
 
 
-def _kind(x: torch.Tensor, dtype: torch.dtype) -> _Kind:
+def _kind(x: torch.Tensor, floats: torch.Tensor) -> _Kind:
+    """Of what is read, and of the side that is not fp8."""
     row_stride, column_stride = x.stride()
-    wide = column_stride == 1 and row_stride % 16 == x.shape[1] % 16 == x.data_ptr() % ALIGNMENT_BYTES == 0
-    return _Kind(dtype, wide)
+    aligned = x.data_ptr() % ALIGNMENT_BYTES == floats.data_ptr() % ALIGNMENT_BYTES == 0
+    return _Kind(floats.dtype, aligned and column_stride == 1 and row_stride % 16 == x.shape[1] % 16 == 0)
 
 
 def _programs(shape: Sequence[int], tile: tuple[int, int]) -> int:

@@ -251,4 +251,4 @@ def dequantize_tiles(
     wrong = tl.where((codes & 0x7F) == 0x7F, 1.0, 0.0) + (scale - scale)  # NaN where a scale is infinite or NaN
     tl.store(matrix + 8 * slots, 0, mask=tl.max((wrong != 0.0).to(tl.int32)) > 0)
     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-    tl.store(out_ptr + row.to(tl.int64) * columns + column, values.to(element), mask=inside)
+    tl.store(_places(out_ptr, row, column, columns.to(tl.int64), 1, wide), values.to(element), mask=inside)
