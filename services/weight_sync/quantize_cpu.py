@@ -20,7 +20,7 @@ from services.weight_sync.vllm_cpu_fixes import let_vllm_start_beside_numba
 let_vllm_start_beside_numba()
 
 compiled: Callable[..., Any] = njit(error_model="numpy", nogil=True, cache=True)
-u8, u16, u32, f32 = np.uint8, np.uint16, np.uint32, np.float32
+u8, u16, u32, i32, f32 = np.uint8, np.uint16, np.uint32, np.int32, np.float32
 
 FLOOR, FP8_MAX = f32(1e-12), f32(448)
 CODE_MAX = u32(0x7E)
@@ -30,11 +30,16 @@ NORMAL = u32(121 << 23)
 SUBNORMAL_UNIT = f32(1 << 14)
 """Added to a float32, it leaves a multiple of 2**-9, the unit of e4m3's subnormals, in the last bits."""
 SUBNORMAL_BITS = SUBNORMAL_UNIT.view(u32)
-E4M3_TO_FLOAT32 = f32(2.0**120)
-"""Exponents of e4m3, whose bias is 7, in the place of those of a float32, whose bias is 127."""
+FIRST_NORMAL = u32(8)
+"""Code of 2**-6."""
+SMALLEST_NORMAL = f32(2.0**-6)
+BIASES = u32(120 << 23)
+"""By how much the exponent of a float32, whose bias is 127, is above that of an e4m3, whose bias is 7."""
 
 
-def quantize_cpu(x: torch.Tensor, scaling: Scaling, values: torch.Tensor, scales: torch.Tensor) -> bool:
+def quantize_cpu(
+    x: torch.Tensor, scaling: Scaling, values: torch.Tensor, scales: torch.Tensor, largest: int = 0
+) -> bool:
     """Quantise a matrix.
 
     Args:
@@ -42,14 +47,19 @@ def quantize_cpu(x: torch.Tensor, scaling: Scaling, values: torch.Tensor, scales
         scaling: Which elements share a scale.
         values: [R, C] float8_e4m3fn to be filled.
         scales: [B, D] float32 to be filled.
+        largest: If `x` shares its scale with more than itself: what `largest_cpu` gave for all of it.
 
     Returns:
         Whether all elements are finite.
     """
-    source = x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.to(torch.float32)
     rows, columns = scaling.block(x.shape)
     codes = values.view(torch.uint8).numpy()
-    return bool(_quantize(source.numpy(), rows, columns, scaling.ue8m0, codes, scales.numpy()))
+    return bool(_quantize(_source(x), rows, columns, u32(largest), scaling.ue8m0, codes, scales.numpy()))
+
+
+def largest_cpu(x: torch.Tensor) -> int:
+    """Bits of the largest magnitude in [R, C] as a float32; those of a NaN are above all others."""
+    return int(_largest_of_rows(_source(x)))
 
 
 def dequantize_cpu(values: torch.Tensor, scales: torch.Tensor, scaling: Scaling, out: torch.Tensor) -> bool:
@@ -66,18 +76,22 @@ def dequantize_cpu(values: torch.Tensor, scales: torch.Tensor, scaling: Scaling,
     """
     rows, columns = scaling.block(values.shape)
     target = out.view(torch.uint16) if out.dtype == torch.bfloat16 else out
-    codes = values.view(torch.uint8).numpy()
-    largest = _dequantize(codes, scales.numpy(), rows, columns, target.numpy())
-    return bool(largest <= CODE_MAX) and bool(scales.isfinite().all())
+    codes = values.view(torch.int8).numpy()
+    return bool(_dequantize(codes, scales.numpy(), rows, columns, target.numpy()))
+
+
+def _source(x: torch.Tensor) -> Any:
+    """[R, C] as numba takes it: bfloat16 as its bits, else float32."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.to(torch.float32)).numpy()
 
 
 @compiled
-def _quantize(x, block_rows, block_columns, ue8m0, codes, scales):  # noqa: ANN001, ANN202  numba infers the types
+def _quantize(x, block_rows, block_columns, at_least, ue8m0, codes, scales):  # noqa: ANN001, ANN202  numba infers types
     finite = True
     largest = np.empty(scales.shape[1], u32)
     for b in range(scales.shape[0]):
         first, end = b * block_rows, min(x.shape[0], (b + 1) * block_rows)
-        largest[:] = 0
+        largest[:] = at_least
         for r in range(first, end):
             for d in range(scales.shape[1]):
                 left, right = d * block_columns, min(x.shape[1], (d + 1) * block_columns)
@@ -94,13 +108,22 @@ def _quantize(x, block_rows, block_columns, ue8m0, codes, scales):  # noqa: ANN0
 
 @compiled
 def _dequantize(codes, scales, block_rows, block_columns, out):  # noqa: ANN001, ANN202
-    largest = u32(0)
+    finite = True
     spread = np.empty(codes.shape[1], f32)  # the scale of each column, so that a row is one loop
     for b in range(scales.shape[0]):
         for d in range(scales.shape[1]):
             spread[d * block_columns : (d + 1) * block_columns] = scales[b, d]
+            finite = finite and abs(scales[b, d]) < np.inf
         for r in range(b * block_rows, min(codes.shape[0], (b + 1) * block_rows)):
-            largest = max(largest, _decode(codes[r], spread, out[r]))
+            finite = _decode(codes[r], spread, out[r]) <= CODE_MAX and finite
+    return finite
+
+
+@compiled
+def _largest_of_rows(x):  # noqa: ANN001, ANN202
+    largest = u32(0)
+    for r in range(x.shape[0]):
+        largest = max(largest, _largest(x[r]))
     return largest
 
 
@@ -142,10 +165,13 @@ def _decode(codes, scales, out):  # noqa: ANN001, ANN202
     """Fill `out` and say the largest code without its sign."""
     largest = u32(0)
     for c in range(codes.size):
-        code = u32(codes[c])
+        code = u32(i32(codes[c]))  # its sign is that of a float32
         magnitude = u32(code & u32(0x7F))
-        bits = u32(u32(u32(code & u32(0x80)) << u32(24)) | u32(magnitude << u32(20)))
-        out[c] = _rounded(f32(f32(bits.view(f32) * E4M3_TO_FLOAT32) * scales[c]), out)
+        value = u32(u32(magnitude << u32(20)) + BIASES).view(f32)
+        # Those without a leading 1 would be slow as subnormal float32, so they got one, which is taken away again.
+        value = f32(f32(value + value) - SMALLEST_NORMAL) if magnitude < FIRST_NORMAL else value
+        product = u32(f32(value * scales[c]).view(u32) ^ u32(code & u32(0x80000000))).view(f32)
+        out[c] = _rounded(product, out)
         largest = magnitude if magnitude > largest else largest
     return largest
 

@@ -60,6 +60,7 @@ def test_every_code_is_decoded_under_scales_of_all_sizes(scaling):
     codes = torch.where(codes.float().isfinite(), codes.float(), 0.0).to(torch.float8_e4m3fn)
     shape = quantize(codes.float(), scaling=scaling)[1].shape
     scales = torch.exp2(torch.linspace(-140, 110, shape.numel())).view(shape)
+    scales.view(-1)[::2] *= -1
     assert same_bits(
         dequantize(codes, scales, torch.bfloat16, scaling), dequantize_reference(codes, scales, torch.bfloat16, scaling)
     )

@@ -49,6 +49,8 @@ class Strip:
     """[r, C] of the dtype in the file; its memory is used again for the next strip."""
     scales: torch.Tensor | None
     """[b, D] float32, of fp8."""
+    may_overflow: bool
+    """Whether the largest value, times the largest scale of the matrix, is more than a bfloat16 holds."""
 
     def dequantised(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         """[r, C] float32 or bfloat16 of fp8. Raises CheckpointError if a value is NaN or a product infinite."""
@@ -57,8 +59,7 @@ class Strip:
             x = dequantize(self.values, self.scales, dtype, weight.scale.scaling, weight.name)
         except ValueError as error:
             raise CheckpointError(f"{weight.entry.file}: {error}") from None
-        largest = float(self.scales.abs().max()) * FP8_MAX
-        if largest > torch.finfo(torch.bfloat16).max and not bool(x.isfinite().all()):
+        if self.may_overflow and not bool(x.isfinite().all()):
             raise CheckpointError(f"{weight.entry.file}: {weight.name} times its scales is not finite")
         return x
 
@@ -92,6 +93,7 @@ def strips(weight: Weight, step: int) -> Iterator[Strip]:
     """
     rows, columns = matrix_shape(weight.entry.shape)
     scales = None if weight.scale is None else read_scales(weight, weight.scale)
+    may_overflow = scales is not None and float(scales.abs().max()) * FP8_MAX > torch.finfo(torch.bfloat16).max
     size = row_bytes(weight)
     memory = torch.empty(min(step, rows) * size, dtype=torch.uint8)
     with opened(weight.entry.file) as descriptor:
@@ -100,7 +102,7 @@ def strips(weight: Weight, step: int) -> Iterator[Strip]:
             data = memory[: (end - first) * size]
             read_exactly(descriptor, data, weight.entry.begin + first * size, weight.entry)
             values = data.view(TORCH_DTYPES[weight.entry.dtype]).view(end - first, columns)
-            yield Strip(values, None if scales is None else _rows_of(scales, weight.scale, first, end))
+            yield Strip(values, None if scales is None else _rows_of(scales, weight.scale, first, end), may_overflow)
 
 
 def read_scales(weight: Weight, scale: Scale) -> torch.Tensor:

@@ -14,8 +14,8 @@ from services.weight_sync.checkpoints.header import DTYPE_BYTES, Entry
 from services.weight_sync.checkpoints.plan import Job, NewShard
 from services.weight_sync.checkpoints.strips import Strip, matrix_shape, strip_rows, strips, write_exactly
 from services.weight_sync.checkpoints.weights import FP8, Weight
-from services.weight_sync.layout import SCALE_BYTES, Scaling
-from services.weight_sync.quantize import quantize
+from services.weight_sync.layout import Scaling, scale_shape
+from services.weight_sync.quantize_cpu import largest_cpu, quantize_cpu
 
 Advance = Callable[[int], None]
 """Told the bytes of weights that have been read since the last call; may raise, to stop."""
@@ -54,35 +54,23 @@ def _write_plain(job: Job, descriptor: int, advance: Advance) -> None:
 
 
 def _write_quantised(job: Job, scaling: Scaling, descriptor: int, advance: Advance) -> None:
-    offset, scales_offset = job.offset, job.scales_offset
-    largest = None if scaling.rows else _largest(job.weight)
-    for strip in strips(job.weight, strip_rows([job.weight], scaling)):
-        values, scales = _quantised(job.weight, _floats(job.weight, strip), largest, scaling)
+    weight, offset, scales_offset = job.weight, job.offset, job.scales_offset
+    largest = 0 if scaling.rows else _largest(weight)
+    for strip in strips(weight, strip_rows([weight], scaling)):
+        x = _floats(weight, strip)
+        values, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(scale_shape(x.shape, scaling))
+        if not quantize_cpu(x, scaling, values, scales, largest):
+            raise CheckpointError(f"{weight.entry.file}: {weight.name} has elements that are not finite")
         write_exactly(descriptor, values, offset)
         write_exactly(descriptor, scales, scales_offset)
         offset += values.nbytes
-        scales_offset += scales.numel() * SCALE_BYTES if scaling.rows else 0
+        scales_offset += scales.nbytes if scaling.rows else 0
         advance(strip.values.nbytes)
 
 
-def _quantised(
-    weight: Weight, x: torch.Tensor, largest: torch.Tensor | None, scaling: Scaling
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[r, C] e4m3fn and scales. For one scale of the whole matrix, each strip gets a row with its largest element."""
-    if largest is not None:
-        x = torch.cat([x, largest.expand(1, x.shape[1])])
-    try:
-        values, scales = quantize(x, weight.name, scaling)
-    except ValueError as error:
-        raise CheckpointError(f"{weight.entry.file}: {error}") from None
-    return values[: x.shape[0] - 1] if largest is not None else values, scales
-
-
-def _largest(weight: Weight) -> torch.Tensor:
-    """[] largest magnitude of a matrix, in the dtype that it is quantised from; NaN if there is one."""
-    step = strip_rows([weight])
-    ends = [torch.stack(torch.aminmax(_floats(weight, strip))) for strip in strips(weight, step)]
-    return torch.stack(ends).abs().max()
+def _largest(weight: Weight) -> int:
+    """Of a matrix, as `quantize_cpu` takes it."""
+    return max(largest_cpu(_floats(weight, strip)) for strip in strips(weight, strip_rows([weight])))
 
 
 def _floats(weight: Weight, strip: Strip) -> torch.Tensor:
