@@ -1,4 +1,4 @@
-"""Fixtures that several tests share: free ports and a real Redis."""
+"""Fixtures that several tests share: free ports, a real Redis, and a place for the sockets of vLLM."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -28,6 +29,14 @@ def shared_file(name: str) -> Path:
     if not path.is_file():
         pytest.skip(f"needs {name} from the shared folder, which is not beside this checkout")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_sockets() -> Iterator[None]:
+    """A directory for the sockets that vLLM's processes meet at, since those of a killed one stay."""
+    with TemporaryDirectory(prefix="flotilla-tests-") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_RPC_BASE_PATH", directory)
+        yield
 
 
 @pytest.fixture(scope="session")

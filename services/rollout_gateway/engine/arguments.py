@@ -7,8 +7,11 @@ the first update always comes before the first request. Elsewhere the weights ar
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,9 @@ def load_llm(spec: RunSpec, worker_extension: str) -> Any:
 
 def _set_environment(spec: RunSpec) -> None:
     """What vLLM reads when it is imported."""
+    if "VLLM_RPC_BASE_PATH" not in os.environ:  # of sockets, which vLLM leaves where they are
+        os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="flotilla-engine-")
+        atexit.register(shutil.rmtree, os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
     # vLLM's processes are spawned: a fork would copy the gRPC server.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
