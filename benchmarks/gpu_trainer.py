@@ -28,7 +28,7 @@ from benchmarks.records import need_gpus, table, write_record
 from services.common.spec import RunSpec
 from services.trainer import megatron
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
-from services.trainer.model import read_config
+from services.trainer.model_config import read_config
 from services.trainer.step import Learner
 
 MODEL = QWEN3["0.6b"]

@@ -11,6 +11,50 @@ CHAT_TEMPLATE = (
 )
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 320
+SIGMOID_EXPERTS = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        **SIGMOID_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "head_dim": 8,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe": {
+        **SIGMOID_EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.7,
+        "num_nextn_predict_layers": 0,
+    },
+}
+"""What each family has beside the settings of all, or instead of them."""
 
 
 def save_tokenizer(path: Path) -> Any:
@@ -33,7 +77,7 @@ def save_tokenizer(path: Path) -> Any:
 
 
 def save_model(path: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = True, **overrides: Any) -> Any:
-    """A random `qwen3` or `llama` model in float32 whose matrices are multiples of 128; also saved to `path`.
+    """A random model in float32; also saved to `path`. Matrices of `qwen3` and `llama` are multiples of 128.
 
     Weights are large enough for logits to spread, so that greedy outputs of different seeds differ.
     """
@@ -54,15 +98,17 @@ def save_model(path: Path, family: str = "qwen3", *, seed: int = 0, tied: bool =
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
+        **FAMILIES[family],
         **overrides,
     }
-    kind = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[family]
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**settings)).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **settings))
+    model = model.float().eval()
     generator = torch.Generator().manual_seed(seed)
+    router_biases = [(name, one) for name, one in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.08 * noise)
+        for name, weight in [*model.named_parameters(), *router_biases]:
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.1 * noise if "norm" in name else 0.08 * noise)
     model.save_pretrained(path)
     return model

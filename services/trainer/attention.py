@@ -176,7 +176,7 @@ def split_heads(
 
     Args:
         mixed: `[T, B, (N + 2K) * D]`: for each of the K groups its queries, then its key, then its value.
-        cosines, sines: `[T, 1, 1, D]`.
+        cosines, sines: `[T, 1, 1, D]`, or fewer than D.
         query_weight, key_weight: `[D]` of the RMSNorm of each head; None for none.
         groups, size: K and D.
         norm_eps: Of the RMSNorm.
@@ -191,6 +191,11 @@ def split_heads(
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) in the layout of Hugging Face: the halves of D are rotated."""
-    first, second = x.chunk(2, -1)
-    return x * cosines + torch.cat((-second, first), -1) * sines
+    """Rotary position embedding (arXiv 2104.09864) in the layout of Hugging Face.
+
+    The halves of what angles are given for are rotated, which is D or the first part of it.
+    """
+    rotated, rest = x.split([cosines.shape[-1], x.shape[-1] - cosines.shape[-1]], -1)
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cosines + torch.cat((-second, first), -1) * sines
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.trainer.model import ModelConfig
+from services.trainer.model_config import LatentAttention, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class SampleFlops:
 
 
 def forward_flops(model: ModelConfig) -> SampleFlops:
-    """FLOPs of the forward pass of a dense decoder; the backward pass takes twice as many, for every sample alike.
+    """FLOPs of the forward pass of a decoder; the backward pass takes twice as many, for every sample alike.
 
     Only matrix products count, one of `[m, k]` and `[k, n]` as 2mkn, as in Narayanan et al. 2021 (arXiv 2104.04473,
     appendix), here with causal grouped-query attention and a gated feed-forward. In each layer
@@ -25,13 +25,40 @@ def forward_flops(model: ModelConfig) -> SampleFlops:
         feed-forward   2 x hidden x 3 x ffn_hidden                                   a token
         attention      2 x 2 x heads x head_size                                     a pair of t x (t + 1) / 2
 
-    and once 2 x hidden x vocabulary a token for the output layer, which is too much for tokens of the prompt.
+    and once 2 x hidden x vocabulary a token for the output layer, which is too much for tokens of the prompt. A layer
+    with experts has the feed-forward of those that a token goes to, and the router; latent attention its own
+    projections, and in a pair queries and keys of another size than values.
     """
-    attention = 4 * model.hidden * (model.heads + model.key_value_heads) * model.head_size
-    feed_forward = 6 * model.hidden * model.ffn_hidden
-    pair = 4 * model.heads * model.head_size
+    latent = model.latent
+    projections = _latent_projections(model, latent) if latent else _projections(model)
+    pair = 2 * model.heads * (latent.query_size + latent.value_size if latent else 2 * model.head_size)
+    sparse_layers = model.layers - model.dense_layers
+    feed_forward = 6 * model.hidden * (model.dense_layers * model.ffn_hidden + sparse_layers * _active_width(model))
+    routers = sparse_layers * 2 * model.hidden * (model.experts.count if model.experts else 0)
     output = 2 * model.hidden * model.vocabulary
     return SampleFlops(
-        per_token=model.layers * (attention + feed_forward + pair / 2) + output,
+        per_token=model.layers * (projections + pair / 2) + feed_forward + routers + output,
         per_token_squared=model.layers * pair / 2,
     )
+
+
+def _projections(model: ModelConfig) -> float:
+    """Of a layer, for a token."""
+    return 4 * model.hidden * (model.heads + model.key_value_heads) * model.head_size
+
+
+def _latent_projections(model: ModelConfig, latent: LatentAttention) -> float:
+    queries = model.heads * latent.query_size
+    keys_and_values = model.heads * (latent.plain_size + latent.value_size)
+    return 2 * (
+        latent.query_rank * (model.hidden + queries)
+        + model.hidden * (latent.key_value_rank + latent.rotary_size)
+        + latent.key_value_rank * keys_and_values
+        + model.heads * latent.value_size * model.hidden
+    )
+
+
+def _active_width(model: ModelConfig) -> int:
+    """Of all experts that a token goes to, together."""
+    experts = model.experts
+    return experts.chosen * experts.ffn_hidden + experts.shared_ffn_hidden if experts else 0

@@ -15,7 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.model import ModelConfig, ModelError, PolicyModel
+from services.trainer.model import PolicyModel
+from services.trainer.model_config import Experts, ModelConfig, ModelError
 
 
 class Layout(Enum):
@@ -28,56 +29,100 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter and the Hugging Face tensors that it holds; `{n}` stands for the layer."""
+    """One Megatron parameter and the Hugging Face tensors that it holds; `{n}` is the layer, `{e}` an expert."""
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout = Layout.PLAIN
 
-    def at_layer(self, layer: int) -> Rule:
-        """The rule of one layer."""
-        names = tuple(name.replace("{n}", str(layer)) for name in self.hf)
-        return Rule(self.megatron.replace("{n}", str(layer)), names, self.layout)
+    def at(self, key: str, number: int) -> Rule:
+        """The rule of one layer, `{n}`, or expert, `{e}`."""
+        names = tuple(name.replace(key, str(number)) for name in self.hf)
+        return Rule(self.megatron.replace(key, str(number)), names, self.layout)
 
 
-_ATTENTION = "decoder.layers.{n}.self_attention."
-_MLP = "decoder.layers.{n}.mlp."
-_HF_ATTENTION = "model.layers.{n}.self_attn."
-_HF_MLP = "model.layers.{n}.mlp."
+_LAYER = "decoder.layers.{n}."
+_HF_LAYER = "model.layers.{n}."
+
+
+def _plain(megatron: str, hf: str) -> Rule:
+    """A tensor of a layer that is the same on both sides."""
+    return Rule(_LAYER + megatron, (_HF_LAYER + hf,))
+
+
+def _qkv(kind: str) -> Rule:
+    """Queries, keys and values of a layer: `weight` or `bias`."""
+    hf = tuple(f"{_HF_LAYER}self_attn.{x}_proj.{kind}" for x in "qkv")
+    return Rule(f"{_LAYER}self_attention.linear_qkv.{kind}", hf, Layout.QKV)
+
+
+def _feed_forward(megatron: str, hf: str) -> tuple[Rule, ...]:
+    """The two matrices of a gated feed-forward, by the names of the module on both sides."""
+    gate_up = tuple(f"{_HF_LAYER}{hf}.{x}_proj.weight" for x in ("gate", "up"))
+    return (
+        Rule(f"{_LAYER}{megatron}.linear_fc1.weight", gate_up, Layout.GATE_UP),
+        _plain(f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight"),
+    )
+
 
 _TOP = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
 )
 _OUTPUT = (Rule("output_layer.weight", ("lm_head.weight",)),)
-_DENSE_LAYER = (
-    Rule("decoder.layers.{n}.input_layernorm.weight", ("model.layers.{n}.input_layernorm.weight",)),
-    Rule(
-        _ATTENTION + "linear_qkv.weight",
-        tuple(_HF_ATTENTION + f"{x}_proj.weight" for x in "qkv"),
-        Layout.QKV,
-    ),
-    Rule(_ATTENTION + "linear_proj.weight", (_HF_ATTENTION + "o_proj.weight",)),
-    Rule("decoder.layers.{n}.pre_mlp_layernorm.weight", ("model.layers.{n}.post_attention_layernorm.weight",)),
-    Rule(
-        _MLP + "linear_fc1.weight",
-        (_HF_MLP + "gate_proj.weight", _HF_MLP + "up_proj.weight"),
-        Layout.GATE_UP,
-    ),
-    Rule(_MLP + "linear_fc2.weight", (_HF_MLP + "down_proj.weight",)),
+_NORMS = (
+    _plain("input_layernorm.weight", "input_layernorm.weight"),
+    _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
 )
-_QK_NORM = tuple(Rule(_ATTENTION + f"{x}_layernorm.weight", (_HF_ATTENTION + f"{x}_norm.weight",)) for x in "qk")
+_OUT = _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight")
+_GROUPED_ATTENTION = (_qkv("weight"), _OUT)
+_QKV_BIAS = (_qkv("bias"),)
+_QK_NORM = tuple(_plain(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk")
+_LATENT_ATTENTION = (
+    _plain("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    _plain("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    _plain("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+    _plain("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    _plain("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
+    _plain("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+    _OUT,
+)
+_DENSE = _feed_forward("mlp", "mlp")
+_ROUTER = (_plain("mlp.router.weight", "mlp.gate.weight"),)
+_ROUTER_BIAS = (_plain("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),)
+_EXPERT = _feed_forward("mlp.experts.local_experts.{e}", "mlp.experts.{e}")
+_SHARED_EXPERT = _feed_forward("mlp.shared_experts", "mlp.shared_experts")
 
-LAYER_RULES = {"llama": _DENSE_LAYER, "qwen3": _DENSE_LAYER + _QK_NORM}
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """Old Llama checkpoints store the rotary frequencies, which the config defines anyway."""
 
 
 def rules_of(model: ModelConfig) -> dict[str, Rule]:
-    """The rules of all parameters of a model, by global Megatron name."""
+    """The rules of all weights of a model, by global Megatron name."""
     rules = [*_TOP, *(() if model.tied_embeddings else _OUTPUT)]
-    rules += [rule.at_layer(n) for n in range(model.layers) for rule in LAYER_RULES[model.family]]
+    for layer in range(model.layers):
+        sparse = model.experts if layer >= model.dense_layers else None
+        kinds = (*_NORMS, *_attention_rules(model), *(_expert_rules(sparse) if sparse else _DENSE))
+        rules += [rule.at("{n}", layer) for rule in kinds]
     return {rule.megatron: rule for rule in rules}
+
+
+def _attention_rules(model: ModelConfig) -> tuple[Rule, ...]:
+    if model.latent:
+        return _LATENT_ATTENTION
+    return _GROUPED_ATTENTION + (_QKV_BIAS if model.qkv_bias else ()) + (_QK_NORM if model.qk_norm else ())
+
+
+def _expert_rules(experts: Experts) -> tuple[Rule, ...]:
+    each = tuple(rule.at("{e}", expert) for expert in range(experts.count) for rule in _EXPERT)
+    bias = _ROUTER_BIAS if experts.sigmoid else ()
+    return _ROUTER + bias + each + (_SHARED_EXPERT if experts.shared_ffn_hidden else ())
+
+
+def weights_of(module: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Everything that a checkpoint holds, by Megatron name: parameters, and the routers' biases, which are buffers."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
 
 
 def to_megatron(rule: Rule, tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -112,7 +157,7 @@ def unshard(rule: Rule, parts: Sequence[Tensor], dim: int) -> Tensor:
 def hf_tensors(module: PolicyModel, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its Hugging Face name, whole and detached; a view of the parameter where that is possible."""
     rules = rules_of(model)
-    for name, parameter in module.named_parameters():
+    for name, parameter in weights_of(module):
         rule = rules[name]
         yield from zip(rule.hf, to_hf(rule, parameter.detach(), model), strict=True)
 
@@ -127,7 +172,7 @@ def load_hf(module: PolicyModel, model: ModelConfig, checkpoint: Path) -> None:
     files = find_tensors(checkpoint)
     rules = rules_of(model)
     check_names(set(files), model, checkpoint)
-    for name, parameter in module.named_parameters():
+    for name, parameter in weights_of(module):
         rule = rules[name]
         full = to_megatron(rule, [_read(files[one], one) for one in rule.hf], model)
         if full.shape != parameter.shape:

@@ -47,7 +47,7 @@ from services.trainer.control import Control, Phase, Saved
 from services.trainer.export import export_hf, share_weights, shared_memory_path
 from services.trainer.flops import forward_flops
 from services.trainer.metrics import MetricsWriter
-from services.trainer.model import read_config
+from services.trainer.model_config import read_config
 from services.trainer.publisher import RANK, Publisher
 from services.trainer.step import Learner, Metrics
 

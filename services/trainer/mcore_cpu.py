@@ -3,8 +3,6 @@
 Megatron-core asks `torch.cuda` for its device, streams and random state, and allocates with `device="cuda"`. Its
 modules are given a view of torch in which these mean the CPU. Torch itself stays as it is for everybody else in the
 process, but for two methods: `Tensor.cuda` answers the tensor, and `Tensor.type` tells Megatron's optimizer a GPU type.
-
-Covers what dense models reach. Mixtures of experts also need `record_stream` and events here.
 """
 
 from __future__ import annotations
@@ -24,15 +22,20 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "
 LAZY_MODULES = ("megatron.core.dist_checkpointing.strategies.state_dict_saver",)
 """Modules that megatron-core imports only when it first needs them."""
 TRITON_MODULE = "megatron.core.transformer.moe.ops.paged_stash"
+JIT_MODULE = "megatron.core.jit"
 
 
 def prepare_import() -> None:
-    """Make megatron-core importable where triton is absent; call before its first import."""
+    """Make megatron-core importable without triton and a compiler; call before its first import."""
     if importlib.util.find_spec("triton") is None:
         stub: Any = types.ModuleType(TRITON_MODULE)
         stub.GLOBAL_BLOCK_SIZE = 1024
         stub.paged_stash_copy_kernel = stub.paged_stash_pop_kernel = None
         sys.modules[TRITON_MODULE] = stub
+    jit: Any = types.ModuleType(JIT_MODULE)  # on CPU torch.compile would want a C++ compiler, and half a minute
+    jit.jit_fuser = jit.noop_decorator = lambda function: function
+    jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
+    sys.modules[JIT_MODULE] = jit
 
 
 def adopt_modules() -> None:
@@ -45,6 +48,8 @@ def adopt_modules() -> None:
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._lazy_call = lambda callback: callback()
     random._lazy_init = lambda: None
+    dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.maybe_move_tensor_to_cpu = _to_host
     torch.Tensor.type = _tensor_type
     torch.Tensor.cuda = lambda self, *_, **__: self
 
@@ -59,10 +64,22 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
+def _to_host(tensor: Any, *, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What is on the CPU already; Megatron only converts what comes from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 class _Stream:
-    """The one stream of a machine that has none: everything is already in order."""
+    """The one stream of a machine that has none, and every event in it: everything is already in order."""
 
     def wait_stream(self, _stream: object) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        """An event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
         """Nothing to wait for."""
 
 

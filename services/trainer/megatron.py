@@ -31,7 +31,9 @@ with warnings.catch_warnings():
     )
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -42,9 +44,10 @@ with warnings.catch_warnings():
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from services.trainer import mcore_fixes  # noqa: E402  it imports megatron-core
@@ -59,6 +62,10 @@ __all__ = [
     "DistributedDataParallelConfig",
     "GPTModel",
     "IdentityOp",
+    "LocalSpecProvider",
+    "MLASelfAttention",
+    "MLASelfAttentionSubmodules",
+    "MLATransformerConfig",
     "MLPSubmodules",
     "MegatronModule",
     "ModuleSpec",
@@ -79,6 +86,7 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_megatron_optimizer",
+    "get_moe_module_spec_for_backend",
     "parallel_state",
 ]
 

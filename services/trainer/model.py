@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.common.errors import FailedPrecondition
 from services.trainer.attention import CoreAttention, RotarySelfAttention
 from services.trainer.megatron import (
     DEVICE,
@@ -24,6 +19,10 @@ from services.trainer.megatron import (
     ColumnParallelLinear,
     GPTModel,
     IdentityOp,
+    LocalSpecProvider,
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+    MLATransformerConfig,
     MLPSubmodules,
     ModuleSpec,
     RowParallelLinear,
@@ -34,77 +33,11 @@ from services.trainer.megatron import (
     TransformerLayer,
     TransformerLayerSubmodules,
     get_bias_dropout_add,
+    get_moe_module_spec_for_backend,
 )
+from services.trainer.model_config import Experts, LatentAttention, ModelConfig, Rope
 
-FAMILIES = ("qwen3", "llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class ModelError(FailedPrecondition):
-    """The checkpoint's model cannot be trained here; the message names the file and what is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """What defines a dense model, from config.json."""
-
-    family: str
-    layers: int
-    hidden: int
-    ffn_hidden: int
-    heads: int
-    key_value_heads: int
-    head_size: int
-    vocabulary: int
-    max_positions: int
-    norm_eps: float
-    rope_theta: int
-    tied_embeddings: bool
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised for each head."""
-        return self.family == "qwen3"
-
-
-def read_config(checkpoint: Path) -> ModelConfig:
-    """Read config.json. Raises ModelError for a model type or an option that is not supported."""
-    path = checkpoint / "config.json"
-    config = json.loads(path.read_text())
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ModelError(f"{path}: model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
-    _refuse_unsupported(config, path)
-    return ModelConfig(
-        family=family,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        ffn_hidden=config["intermediate_size"],
-        heads=config["num_attention_heads"],
-        key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_size=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        vocabulary=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        rope_theta=int(_rope(config)["rope_theta"]),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-    )
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters, in today's spelling (`rope_parameters`) or the one before it."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = found.get("rope_type") or found.get("type") or "default"
-    return {"rope_theta": config.get("rope_theta", 10000.0), **found, "rope_type": kind}
-
-
-def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
-    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-    for name, value in wanted.items():
-        if config.get(name, value) != value:
-            raise ModelError(f"{path}: {name} = {config[name]!r} is not supported; only {value!r} is")
-    if (kind := _rope(config)["rope_type"]) != "default":
-        raise ModelError(f"{path}: rope scaling of type {kind!r} is not supported; only unscaled rope is")
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -127,11 +60,15 @@ class PolicyModel(GPTModel):
         packed_seq_params: Any = None,
         padding_mask: Any = None,
     ) -> tuple[Any, ...]:
-        """Cosines and sines of the rotary angles for each token of the pack, `[T, 1, 1, D]`, once for all layers."""
+        """Cosines and sines of the rotary angles for each token of the pack, `[T, 1, 1, D]`, once for all layers.
+
+        None with latent attention, whose layers have their own.
+        """
         hidden, angles, *rest = super()._preprocess(
             input_ids, position_ids, decoder_input, inference_context, packed_seq_params, padding_mask
         )
-        assert angles is not None, "the position embedding is rope"
+        if angles is None:
+            return hidden, None, *rest
         if packed_seq_params is not None:
             angles = angles[position_ids.flatten()]
         dtype = self.config.params_dtype
@@ -139,15 +76,17 @@ class PolicyModel(GPTModel):
 
 
 def transformer_config(model: ModelConfig, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of a dense model. Gradients add up over micro-batches and ranks, undivided."""
-    return TransformerConfig(
+    """Megatron's configuration of a model. Gradients add up over micro-batches and ranks, undivided."""
+    kind = MLATransformerConfig if model.latent else TransformerConfig
+    return kind(
         num_layers=model.layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.ffn_hidden,
         num_attention_heads=model.heads,
         num_query_groups=model.key_value_heads,
         kv_channels=model.head_size,
-        qk_layernorm=model.qk_norm,
+        qk_layernorm=model.qk_norm or model.latent is not None,
+        add_qkv_bias=model.qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         activation_func=F.silu,
@@ -167,13 +106,86 @@ def transformer_config(model: ModelConfig, dtype: torch.dtype) -> TransformerCon
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **(_latent_options(model.latent, model.rope) if model.latent else {}),
+        **(_expert_options(model.experts, model.layers) if model.experts else {}),
     )
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+def _latent_options(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
+    """Of MLATransformerConfig, whose own defaults are those of a scaled model."""
+    yarn = rope.yarn
+    scaling = (
+        {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_positions,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
+        }
+        if yarn
+        else {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    )
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_size,
+        "qk_pos_emb_head_dim": latent.rotary_size,
+        "v_head_dim": latent.value_size,
+        "rotary_base": rope.theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        **scaling,
+    }
+
+
+def _expert_options(experts: Experts, layers: int) -> dict[str, Any]:
+    """The router's scores are exact, and nothing but the policy's loss moves it: no balance loss, a frozen bias."""
+    grouped = experts.groups > 1
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_hidden,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
+        "moe_layer_freq": [int(layer >= experts.first_layer) for layer in range(layers)],
+        "moe_router_topk": experts.chosen,
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_pre_softmax": experts.sigmoid,
+        "moe_router_enable_expert_bias": experts.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": experts.groups if grouped else None,
+        "moe_router_group_topk": experts.chosen_groups if grouped else None,
+        "moe_router_topk_scaling_factor": experts.scale,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }
+
+
+def _layer_spec(config: TransformerConfig, *, experts: bool) -> ModuleSpec:
     add_residual: Any = get_bias_dropout_add
-    attention = ModuleSpec(
+    dense = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
+    latent = isinstance(config, MLATransformerConfig)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_latent_attention_spec(config) if latent else _attention_spec(config),
+            self_attn_bda=add_residual,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=get_moe_module_spec_for_backend(LocalSpecProvider(), config.num_moe_experts) if experts else dense,
+            mlp_bda=add_residual,
+        ),
+    )
+
+
+def _attention_spec(config: TransformerConfig) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
         module=RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -184,16 +196,22 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    mlp = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
+
+
+def _latent_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=add_residual,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=add_residual,
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=TEDotProductAttention if HAVE_TE and config.bf16 else CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
         ),
     )
 
@@ -201,7 +219,8 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
 def build_model(model: ModelConfig, dtype: torch.dtype) -> PolicyModel:
     """The model with uninitialised weights, on the device. Megatron must be initialised."""
     config = transformer_config(model, dtype)
-    block: Any = TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * model.layers, layer_norm=RMSNorm)
+    specs = [_layer_spec(config, experts=layer >= model.dense_layers) for layer in range(model.layers)]
+    block: Any = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return PolicyModel(
         config,
         block,
@@ -209,5 +228,8 @@ def build_model(model: ModelConfig, dtype: torch.dtype) -> PolicyModel:
         max_sequence_length=model.max_positions,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=model.rope_theta,
+        rotary_base=model.rope.theta,
+        rotary_percent=model.rope.fraction,
+        rope_scaling=model.rope.llama3_factor is not None,
+        rope_scaling_factor=model.rope.llama3_factor or 1.0,
     )

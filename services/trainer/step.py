@@ -16,7 +16,8 @@ from services.trainer import hf_mapping, loss
 from services.trainer.batch import Batch, Sample
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import DEVICE, get_forward_backward_func
-from services.trainer.model import DTYPES, ModelConfig, PolicyModel, build_model
+from services.trainer.model import DTYPES, PolicyModel, build_model
+from services.trainer.model_config import ModelConfig
 from services.trainer.optimizer import Optimizer, learning_rate
 from services.trainer.packing import Pack, make_pack
 
@@ -123,8 +124,8 @@ class Learner:
         hidden = hidden_states.squeeze(1).index_select(0, pack.places)
         return score(hidden, weight, pack.targets, self._spec.rollout.temperature)
 
-    def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[tuple[Tensor, Tensor], None]:
-        return self._forward(model, next(packs), token_log_probs_and_entropy), None
+    def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
+        return torch.stack(self._forward(model, next(packs), token_log_probs_and_entropy)), None
 
     def _train_step(self, old: Iterator[Tensor], packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
         pack, old_log_probs = next(packs), next(old)

@@ -137,7 +137,7 @@ def export_checkpoints(spec: RunSpec, folder: Path) -> None:
     """Every checkpoint of a run as `folder/STEP`, a Hugging Face checkpoint."""
     from services.trainer import checkpoint, megatron
     from services.trainer.export import export_hf
-    from services.trainer.model import read_config
+    from services.trainer.model_config import read_config
     from services.trainer.step import Learner
 
     root = spec.run_dir / "checkpoints"

@@ -22,7 +22,7 @@ from services.trainer.checkpoint import RunState, load, save
 from services.trainer.hf_mapping import hf_tensors, rules_of, to_hf
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import DEVICE
-from services.trainer.model import read_config
+from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
 from services.trainer.step import Learner
 from tests.tiny_models import save_model

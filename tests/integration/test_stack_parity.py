@@ -35,7 +35,7 @@ from services.trainer.batch import Sample
 from services.trainer.codec import slice_to_proto
 from services.trainer.export import SharedWeights
 from services.trainer.hf_mapping import hf_tensors
-from services.trainer.model import read_config
+from services.trainer.model_config import read_config
 from services.trainer.step import Learner, Metrics
 from services.weight_sync.peers import Engine, Peers
 from services.weight_sync.records import PolicyVersion

@@ -27,7 +27,7 @@ from services.trainer.checkpoint import (
     save,
 )
 from services.trainer.hf_mapping import hf_tensors
-from services.trainer.model import read_config
+from services.trainer.model_config import read_config
 from services.trainer.step import Learner
 from tests.trainer_cases import make_batch, make_samples, make_spec
 

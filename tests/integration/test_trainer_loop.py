@@ -22,7 +22,7 @@ from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from services.common.rpc import call, open_channel
 from services.common.spec import DeviceEndpoint, Endpoint, RunSpec, ServicesSpec, load_run
 from services.trainer.flops import forward_flops
-from services.trainer.model import read_config
+from services.trainer.model_config import read_config
 from tests.conftest import free_ports
 from tests.tiny_models import save_model
 from tests.trainer_cases import make_spec

@@ -20,7 +20,7 @@ from services.trainer.attention import should_pad
 from services.trainer.batch import Batch, Sample
 from services.trainer.export import export_hf
 from services.trainer.megatron import DEVICE
-from services.trainer.model import read_config
+from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
 from services.trainer.step import Learner
 from tests.tiny_models import VOCABULARY, save_model
@@ -28,11 +28,35 @@ from tests.trainer_cases import make_batch, make_samples, make_spec
 
 pytestmark = pytest.mark.stack
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 128,
+}
 MODELS = {
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "qwen3-untied": {"family": "qwen3", "tied": False},
     "llama": {"family": "llama", "tied": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     "llama-tied": {"family": "llama", "tied": True},
+    "llama3-scaling": {"family": "llama", "tied": False, "rope_parameters": LLAMA3},
+    "qwen2": {"family": "qwen2", "tied": False},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False},
+    "deepseek_v3": {"family": "deepseek_v3", "tied": False},
+    "deepseek_v3-yarn": {"family": "deepseek_v3", "tied": False, "rope_parameters": YARN},
+    "glm4_moe": {"family": "glm4_moe", "tied": False},
 }
 EPS_LOW, EPS_HIGH = 0.2, 0.28
 
@@ -143,6 +167,19 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     return found
 
 
+def hf_gradients(hf: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """By the names of a checkpoint, where every expert has matrices of its own; transformers holds them as one."""
+    for name, parameter in hf.named_parameters():
+        prefix, _, last = name.rpartition(".experts.")
+        for expert, grad in enumerate(parameter.grad if prefix else ()):
+            parts = (
+                {"gate_proj": grad.chunk(2)[0], "up_proj": grad.chunk(2)[1]} if last == "gate_up_proj" else {last: grad}
+            )
+            yield from ((f"{prefix}.experts.{expert}.{part}.weight", one) for part, one in parts.items())
+        if not prefix:
+            yield name, parameter.grad
+
+
 def loss_and_gradients(
     learner: Learner, batch: Batch, samples: Sequence[Sample], old: Sequence[torch.Tensor]
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -171,8 +208,8 @@ def test_loss_and_gradients_are_those_of_the_definition(checkpoint: tuple[Path, 
     expected.backward()
     loss, grads = loss_and_gradients(make_learner(path), batch, samples, old)
     assert math.isclose(loss, float(expected.detach()), abs_tol=1e-5)
-    for name, parameter in hf.named_parameters():
-        assert (grads[name] - parameter.grad).abs().max() <= 1e-5, name
+    for name, grad in hf_gradients(hf):
+        assert (grads[name] - grad).abs().max() <= 1e-5, name
 
 
 def test_loss_and_gradients_do_not_depend_on_micro_batches(qwen3: tuple[Path, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.flops import SampleFlops, forward_flops
-from services.trainer.model import ModelConfig, read_config
+from services.trainer.model_config import ModelConfig, read_config
 from tests.tiny_models import save_model
 
 LAYERS, HIDDEN, FFN, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, VOCABULARY = 2, 16, 24, 4, 2, 8, 32

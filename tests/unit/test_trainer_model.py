@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from services.trainer import hf_mapping
 from services.trainer.hf_mapping import Layout, Rule
-from services.trainer.model import ModelConfig, ModelError, read_config
+from services.trainer.model_config import ModelConfig, ModelError, Rope, read_config
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -39,14 +39,13 @@ def write(path: Path, **changes: Any) -> Path:
 
 def test_a_qwen3_config(tmp_path: Path) -> None:
     model = read_config(write(tmp_path))
-    assert model == ModelConfig("qwen3", 2, 16, 24, 4, 2, 8, 32, 64, 1e-6, 1000000, True)
-    assert model.qk_norm
+    assert model == ModelConfig("qwen3", 2, 16, 24, 4, 2, 8, 32, 64, 1e-6, Rope(1000000), True, qk_norm=True)
 
 
 def test_a_llama_config_in_the_older_spelling(tmp_path: Path) -> None:
     changes = {"rope_parameters": None, "rope_theta": 500000.0, "head_dim": None, "tie_word_embeddings": False}
     model = read_config(write(tmp_path, model_type="llama", **changes))
-    assert (model.rope_theta, model.head_size, model.tied_embeddings, model.qk_norm) == (500000, 4, False, False)
+    assert (model.rope.theta, model.head_size, model.tied_embeddings, model.qk_norm) == (500000, 4, False, False)
 
 
 @pytest.mark.parametrize(
