@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.flops import SampleFlops, forward_flops
-from services.trainer.model_config import ModelConfig, read_config
-from tests.tiny_models import save_model
+from services.trainer.model_config import ModelConfig, Rope, read_config
+from tests.model_configs import RECIPES
+from tests.tiny_models import FAMILIES, save_model
 
 LAYERS, HIDDEN, FFN, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, VOCABULARY = 2, 16, 24, 4, 2, 8, 32
 MODEL = ModelConfig(
-    "qwen3", LAYERS, HIDDEN, FFN, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, VOCABULARY, 64, 1e-6, 1000000, True
+    "qwen3", LAYERS, HIDDEN, FFN, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, VOCABULARY, 64, 1e-6, Rope(1000000), True
 )
 
 
@@ -40,13 +42,30 @@ def test_a_count_by_hand(tokens: int) -> None:
     assert total(forward_flops(MODEL), tokens) == count(tokens)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False)])
-def test_what_torch_counts(family: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_torch_counts(family: str, tmp_path: Path) -> None:
     """Without a fused kernel attention also computes the pairs that its mask takes out."""
-    module, tokens = save_model(tmp_path, family, tied=tied), 64
+    module, tokens = save_model(tmp_path, family), 64
     module.set_attn_implementation("eager")
+    module.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         module(torch.zeros(1, tokens, dtype=torch.long))
     config = read_config(tmp_path)
-    masked = config.layers * 4 * config.heads * config.head_size * tokens * (tokens - 1) / 2
+    pair = (
+        2
+        * config.heads
+        * (config.latent.query_size + config.latent.value_size if config.latent else 2 * config.head_size)
+    )
+    masked = config.layers * pair * tokens * (tokens - 1) / 2
     assert total(forward_flops(config), tokens) + masked == counted.get_total_flops()
+
+
+@pytest.mark.parametrize(("model", "billions"), [("DeepSeek-R1", 37), ("GLM-4.7", 32), ("Qwen3-30B-A3B", 3.3)])
+def test_a_token_goes_through_as_many_parameters_as_the_model_card_says(
+    model: str, billions: float, tmp_path: Path
+) -> None:
+    """Model cards count the embedding too, of which a token takes one row."""
+    (tmp_path / "config.json").write_text(json.dumps(RECIPES[model]))
+    config = read_config(tmp_path)
+    seen = forward_flops(config).per_token / 2 + config.vocabulary * config.hidden
+    assert seen / 1e9 == pytest.approx(billions, rel=0.06)

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from services.trainer import hf_mapping
 from services.trainer.hf_mapping import Layout, Rule
-from services.trainer.model_config import ModelConfig, ModelError, Rope, read_config
+from services.trainer.model_config import Experts, LatentAttention, ModelConfig, ModelError, Rope, Yarn, read_config
+from tests.model_configs import RECIPES
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -48,12 +49,58 @@ def test_a_llama_config_in_the_older_spelling(tmp_path: Path) -> None:
     assert (model.rope.theta, model.head_size, model.tied_embeddings, model.qk_norm) == (500000, 4, False, False)
 
 
+def test_the_recipes_configs(tmp_path: Path) -> None:
+    models = {}
+    for name, config in RECIPES.items():
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        models[name] = read_config(tmp_path)
+    r1, glm, qwen = models.values()
+    assert r1.latent == LatentAttention(1536, 512, 128, 64, 128)
+    assert r1.experts == Experts(256, 8, 2048, 2048, 3, True, groups=8, chosen_groups=4, scale=2.5)
+    assert r1.rope == Rope(10000, 1.0, Yarn(40, 4096, 32, 1, 1.0, 1.0))
+    assert glm.experts == Experts(160, 8, 1536, 1536, 3, True, scale=2.5)
+    assert (glm.rope, glm.qk_norm, glm.qkv_bias, glm.latent) == (Rope(1000000, 0.5), True, True, None)
+    assert qwen.experts == Experts(128, 8, 768, 0, 0, False)
+    assert (r1.dense_layers, glm.dense_layers, qwen.dense_layers) == (3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("DeepSeek-R1", {"q_lora_rank": None}, "q_lora_rank"),
+        ("DeepSeek-R1", {"scoring_func": "softmax"}, "scoring_func"),
+        ("DeepSeek-R1", {"topk_group": 3}, "topk_group = 3"),
+        ("DeepSeek-R1", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("GLM-4.7", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ("Qwen3-30B-A3B", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("Qwen3-30B-A3B", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+    ],
+)
+def test_experts_that_cannot_be_trained_are_named(
+    name: str, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**RECIPES[name], **changes}))
+    with pytest.raises(ModelError, match=named):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_field_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in RECIPES[name].items() if k != "hidden_size"}))
+    with pytest.raises(ModelError, match=r"config\.json: hidden_size is missing"):
+        read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"model_type": "gpt_neox"}, "gpt_neox"),
         ({"model_type": None}, "model_type"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "llama3"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "low_freq_factor": 2.0}},
+            "low_freq_factor",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
