@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.common.cuda_ipc import export_memory
-from services.trainer.hf_mapping import hf_tensors
+from services.trainer.hf_mapping import hf_tensors, mtp_tensors
 from services.trainer.step import Learner
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the POSIX shared memory of Linux
@@ -112,7 +112,13 @@ def copy_tensors(tensors: Iterable[tuple[str, Tensor]], slices: Sequence[Slice],
 
 
 def export_hf(learner: Learner, source: Path, target: Path) -> None:
-    """Write a Hugging Face checkpoint: today's weights, all other files as in `source`. Atomic; replaces an old one."""
+    """Write a Hugging Face checkpoint. Atomic; replaces an old one.
+
+    Args:
+        learner: Has today's weights.
+        source: Checkpoint that it started from: layers for multi-token prediction and other files are as there.
+        target: Directory to write.
+    """
     temporary = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -120,6 +126,7 @@ def export_hf(learner: Learner, source: Path, target: Path) -> None:
         if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
             shutil.copy2(file, temporary)
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    tensors |= mtp_tensors(learner.model, source)
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)

@@ -189,10 +189,24 @@ def check_names(found: set[str], model: ModelConfig, checkpoint: Path) -> None:
     if missing := sorted(wanted - found):
         raise ModelError(f"{checkpoint}: {len(missing)} tensors are missing, the first is {missing[0]}")
     spare = {name for name in found - wanted if not name.endswith(IGNORED_SUFFIX)}
+    spare -= {name for name in spare if is_mtp(name, model)}
     if model.tied_embeddings:
         spare.discard("lm_head.weight")
     if spare:
         raise ModelError(f"{checkpoint}: {len(spare)} tensors are unknown to {model.family}, as {min(spare)}")
+
+
+def is_mtp(name: str, model: ModelConfig) -> bool:
+    """Whether a tensor belongs to a layer for multi-token prediction."""
+    layers = range(model.layers, model.layers + model.mtp_layers)
+    return name.startswith(tuple(f"model.layers.{layer}." for layer in layers))
+
+
+def mtp_tensors(model: ModelConfig, checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights that a checkpoint has for multi-token prediction, by Hugging Face name."""
+    for name, file in find_tensors(checkpoint).items():
+        if is_mtp(name, model):
+            yield name, _read(file, name)
 
 
 def find_tensors(checkpoint: Path) -> dict[str, Path]:

@@ -102,6 +102,8 @@ class ModelConfig:
     qkv_bias: bool = False
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    mtp_layers: int = 0
+    """Layers after the others that predict further tokens. They are not trained, and exported as they were."""
 
     @property
     def dense_layers(self) -> int:
@@ -184,7 +186,13 @@ def _deepseek_v3(config: Fields) -> ModelConfig:
         rotary_size=config["qk_rope_head_dim"],
         value_size=config["v_head_dim"],
     )
-    return _dense(config, latent=latent, experts=_sigmoid_experts(config), rope=_rope(config, scaling="yarn"))
+    return _dense(
+        config,
+        latent=latent,
+        experts=_sigmoid_experts(config),
+        rope=_rope(config, scaling="yarn"),
+        mtp_layers=config.get("num_nextn_predict_layers", 0),
+    )
 
 
 def _glm4_moe(config: Fields) -> ModelConfig:
@@ -194,6 +202,7 @@ def _glm4_moe(config: Fields) -> ModelConfig:
         qkv_bias=config.get("attention_bias", False),
         experts=_sigmoid_experts(config),
         rope=_rope(config, fraction=0.5),
+        mtp_layers=config.get("num_nextn_predict_layers", 0),
     )
 
 

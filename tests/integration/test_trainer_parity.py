@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from services.trainer import hf_mapping, megatron
 from services.trainer.attention import should_pad
@@ -130,6 +130,19 @@ def test_packed_is_one_by_one(checkpoint: tuple[Path, Any], longest: int) -> Non
             theirs = hf_log_probs(hf, sample)
         assert (ours - theirs).abs().max() <= 1e-5
         assert (ours - packed_log_probs(learner, [sample])[0]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_layers_for_multi_token_prediction_are_kept(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "a", family, num_nextn_predict_layers=1)
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    tensors |= {name.replace("layers.2.", "layers.3."): x + 1 for name, x in tensors.items() if "layers.2." in name}
+    tensors["model.layers.3.eh_proj.weight"] = torch.randn(128, 256)
+    save_file(tensors, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    export_hf(make_learner(tmp_path / "a"), tmp_path / "a", tmp_path / "b")
+    exported = load_file(tmp_path / "b" / "model.safetensors")
+    assert exported.keys() == tensors.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in tensors.items())
 
 
 def test_round_trip_is_exact(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:

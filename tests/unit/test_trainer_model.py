@@ -61,7 +61,7 @@ def test_the_recipes_configs(tmp_path: Path) -> None:
     assert glm.experts == Experts(160, 8, 1536, 1536, 3, True, scale=2.5)
     assert (glm.rope, glm.qk_norm, glm.qkv_bias, glm.latent) == (Rope(1000000, 0.5), True, True, None)
     assert qwen.experts == Experts(128, 8, 768, 0, 0, False)
-    assert (r1.dense_layers, glm.dense_layers, qwen.dense_layers) == (3, 3, 0)
+    assert [(one.dense_layers, one.mtp_layers) for one in models.values()] == [(3, 1), (3, 1), (0, 0)]
 
 
 @pytest.mark.parametrize(
