@@ -109,9 +109,8 @@ class CoreAttention(MegatronModule):
         return torch.cat([self._attend(q[None], k[None], v[None])[0] for q, k, v in parts])
 
     def _attend_flash(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        assert self.softmax_scale is None, "the scale is 1 / sqrt(D)"
         bounds, longest = segments.cu_seqlens_q, segments.max_seqlen_q
-        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **_CAUSAL)
+        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=self.softmax_scale, **_CAUSAL)
         assert isinstance(out, Tensor)
         return out.flatten(1)
 

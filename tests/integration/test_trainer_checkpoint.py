@@ -29,6 +29,7 @@ from services.trainer.checkpoint import (
 from services.trainer.hf_mapping import hf_tensors
 from services.trainer.model_config import read_config
 from services.trainer.step import Learner
+from tests.tiny_models import save_model
 from tests.trainer_cases import make_batch, make_samples, make_spec
 
 pytestmark = pytest.mark.stack
@@ -68,15 +69,18 @@ def state(step: int, digest: str = DIGEST) -> RunState:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resumed_training_is_bitwise_the_uninterrupted_one(tiny_qwen3: Path, tmp_path: Path, dtype: str) -> None:
-    whole = make_learner(tiny_qwen3, dtype)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_resumed_training_is_bitwise_the_uninterrupted_one(family: str, tmp_path: Path, dtype: str) -> None:
+    model = tmp_path / "model"
+    save_model(model, family)
+    whole = make_learner(model, dtype)
     whole.load_initial_weights()
     for number in range(2):
         train(whole, number)
-    path = save(tmp_path, whole, state(2))
+    path = save(tmp_path / "checkpoints", whole, state(2))
     expected = [train(whole, number) for number in range(2, 5)]
 
-    resumed = make_learner(tiny_qwen3, dtype)
+    resumed = make_learner(model, dtype)
     assert load(path, resumed, DIGEST) == state(2)
     assert [train(resumed, number) for number in range(2, 5)] == expected
     final = weights(whole)
