@@ -69,7 +69,7 @@ def measure(source: Path, target: Path, workers: int) -> dict[str, float]:
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu,
         "megabytes": (peak_memory_bytes() - before) / 1e6,
-        "two_files": 2 * max(shard.size_bytes for shard in contents.checkpoint.shards) / 1e6,
+        "two_files": 2 * max(shard.state.size_bytes for shard in contents.checkpoint.shards) / 1e6,
     }
 
 

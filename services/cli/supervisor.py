@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.cli.janitor import ENLIST_AND_RUN, Janitor, end_groups, signal_group
+from services.cli.loading import EXIT_INTERRUPTED
 from services.cli.processes import Process
 from services.cli.restarts import GiveUp, RestartPolicy, describe_exit
 from services.common.spec import ENV_PREFIX
@@ -34,7 +35,6 @@ ORPHANS_GRACE_S = 3.0
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 16 << 10
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ MERGED = (
     ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
 )
 """Linear layers that vLLM merges into one, in this order. They must be quantised all or none."""
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 EXPERT = re.compile(r"mlp\.experts\.\d+\.(\w+)")
 HEAD = "lm_head"
 """A linear layer even where it is the embedding and no tensor of its own."""
@@ -72,7 +72,7 @@ def fp8_modules(
     vLLM merges layers, and wants a merged one to be quantised as a whole: what it cannot take of one is left out whole.
 
     Args:
-        shapes: Of matrices that could be quantised.
+        shapes: Of all matrices.
         model_type: As config.json has it.
         block: Rows and columns that share a scale; None where rows or matrices do.
         excluded: Modules that must stay as they are.
@@ -80,15 +80,18 @@ def fp8_modules(
     Raises:
         ValueError: The family is not known.
     """
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
-    linears = {name: linear for name in shapes if (linear := _find_linear(name, FAMILIES[model_type]))}
+    linears = _linears(shapes, model_type)
     unfit = {
         (linear.layer, linear.group)
         for name, linear in linears.items()
         if name in excluded or (block and not _fits(linear, shapes[name], block))
     }
     return frozenset(name for name, one in linears.items() if (one.layer, one.group) not in unfit)
+
+
+def linear_modules(modules: Collection[str], model_type: Any) -> frozenset[str]:
+    """What the family's table names of some modules. Raises ValueError if the family is not known."""
+    return frozenset(_linears(modules, model_type))
 
 
 def plain_modules(modules: Collection[str], quantised: Collection[str]) -> list[str]:
@@ -100,6 +103,12 @@ def plain_modules(modules: Collection[str], quantised: Collection[str]) -> list[
     """
     plain = {one for one in modules if one not in quantised and one.rpartition(".")[2] != EMBEDDING}
     return sorted({HEAD} | plain)
+
+
+def _linears(modules: Collection[str], model_type: Any) -> dict[str, _Linear]:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"model_type is {model_type!r}; known: {', '.join(FAMILIES)}")
+    return {name: linear for name in modules if (linear := _find_linear(name, FAMILIES[model_type]))}
 
 
 def _find_linear(module: str, family: tuple[str, ...]) -> _Linear | None:

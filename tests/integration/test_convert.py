@@ -141,9 +141,9 @@ def test_to_fp8_byte_by_byte(tmp_path: Path, strategy: str, dtype: torch.dtype) 
 @pytest.mark.usefixtures("strip_bytes")
 def test_other_blocks_and_powers_of_two(tmp_path: Path) -> None:
     bf16_checkpoint(tmp_path / "a")
-    assert to_fp8(tmp_path / "a", tmp_path / "b", "block", "--block-size", 64, 32).exit_code == 0
-    check_fp8(tmp_path / "b", matrices(), "block", block=(64, 32))
-    assert read_config(tmp_path / "b")["quantization_config"]["weight_block_size"] == [64, 32]
+    assert to_fp8(tmp_path / "a", tmp_path / "b", "block", "--block-size", 64, 64).exit_code == 0
+    check_fp8(tmp_path / "b", matrices(), "block", block=(64, 64))
+    assert read_config(tmp_path / "b")["quantization_config"]["weight_block_size"] == [64, 64]
     for strategy in STRATEGIES:
         assert to_fp8(tmp_path / "a", tmp_path / strategy, strategy, "--ue8m0").exit_code == 0
         check_fp8(tmp_path / strategy, matrices(), strategy, ue8m0=True)
@@ -275,10 +275,10 @@ def test_configs(tmp_path: Path) -> None:
     quantization = {**R1_FP8, "modules_to_not_convert": names}
     assert read_config(tmp_path / "c") == {"text_config": text, "x": "ü", "quantization_config": quantization}
     (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": R1_FP8}))
-    for strategy in ("channel", "tensor"):
+    for strategy, field in (("channel", "ignore"), ("tensor", "modules_to_not_convert")):
         assert to_fp8(tmp_path / "a", tmp_path / strategy, strategy).exit_code == 0
         made = read_config(tmp_path / strategy)
-        assert made.pop("quantization_config")["ignore"] == names and made == CONFIG
+        assert made.pop("quantization_config")[field] == names and made == CONFIG
     (tmp_path / "a" / "config.json").write_text(json.dumps({"quantization_config": R1_FP8}))
     assert to_bf16(tmp_path / "a", tmp_path / "d").exit_code == 0
     assert read_config(tmp_path / "d") == {"torch_dtype": "bfloat16"}
@@ -329,7 +329,11 @@ def test_targets_that_are_refused_stay_as_they_were(tmp_path: Path) -> None:
     assert files_of(tmp_path / "b") == {"mine": b"mine"} and not (source / "b").exists()
     assert to_fp8(source, tmp_path / "c").exit_code == 0
     made = files_of(tmp_path / "c")
-    refused(to_fp8(source, tmp_path / "c"), "exists and is no unfinished conversion")
+    done = to_fp8(source, tmp_path / "c")
+    assert done.exit_code == 0 and "complete already" in done.output
+    refused(to_fp8(source, tmp_path / "c", "channel"), "is not empty")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(to_fp8(source, tmp_path / "loop"), "link to itself")
     assert files_of(tmp_path / "c") == made
 
 
@@ -337,7 +341,8 @@ def test_bad_sources_and_options_leave_nothing(tmp_path: Path) -> None:
     source = bf16_checkpoint(tmp_path / "a")
     refused(to_bf16(source, tmp_path / "b"), "config.json", "no quantization_config")
     refused(to_fp8(source, tmp_path / "b", "channel", "--block-size", 128, 128), "--block-size is for")
-    refused(to_fp8(source, tmp_path / "b", "block", "--block-size", 0, 128), "at least 1")
+    refused(to_fp8(source, tmp_path / "b", "block", "--block-size", 0, 0), "from 1")
+    refused(to_fp8(source, tmp_path / "b", "block", "--block-size", 64, 128), "two equal numbers")
     refused(to_fp8(tmp_path / "nowhere", tmp_path / "b"), "not a directory")
     file = next(source.glob("*00002-of-00002.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -455,9 +460,9 @@ def test_finished_files_are_kept_and_half_ones_made_again(tmp_path: Path) -> Non
     second.write_bytes(data)
     os.utime(second, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     kept = (tmp_path / "b" / first.name).stat()
-    refused(to_fp8(source, tmp_path / "b", "channel"), "no unfinished conversion")
+    refused(to_fp8(source, tmp_path / "b", "channel"), "other options")
     os.utime(second)
-    refused(to_fp8(source, tmp_path / "b"), "no unfinished conversion")
+    refused(to_fp8(source, tmp_path / "b"), "has changed since")
     os.utime(second, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert to_fp8(source, tmp_path / "b").exit_code == 0
     assert files_of(tmp_path / "b") == files_of(tmp_path / "whole")
@@ -471,7 +476,7 @@ def test_ctrl_c_ends_with_130_and_can_be_continued(tmp_path: Path) -> None:
         time.sleep(0.001)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
-    assert child.returncode == 130 and b"the same command goes on" in errors
+    assert child.returncode == 130 and b"the same command continues" in errors
     assert set(files_of(tmp_path / "b")) == {JOURNAL}
     assert to_fp8(source, tmp_path / "b").exit_code == 0
     assert len(load_checkpoint(tmp_path / "b")) == 2

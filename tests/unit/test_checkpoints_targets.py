@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -96,12 +97,15 @@ def glm_47() -> dict[str, tuple[int, ...]]:
     return {**layers, **mtp("model.layers.92", 5120, 151552), **ends(151552, 5120)}
 
 
-def contents_of(directory: Path, shapes: Shapes, model_type: object, **config: Any) -> Contents:
+def contents_of(
+    directory: Path, shapes: Shapes, model_type: object, dtypes: Mapping[str, str] = MappingProxyType({}), **config: Any
+) -> Contents:
     directory.mkdir(exist_ok=True)
-    header, _ = make_header([NewTensor(name, "BF16", shape) for name, shape in shapes.items()])
+    tensors = [NewTensor(name, dtypes.get(name, "BF16"), shape) for name, shape in shapes.items()]
+    header, _ = make_header(tensors)
     with (directory / "model.safetensors").open("wb") as stream:
         stream.write(header)
-        stream.truncate(len(header) + sum(tensor_bytes("BF16", shape) for shape in shapes.values()))
+        stream.truncate(len(header) + sum(tensor_bytes(one.dtype, one.shape) for one in tensors))
     (directory / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
     return open_directory(directory)
 
@@ -171,7 +175,6 @@ def test_what_is_not_in_the_table_stays_and_is_named(tmp_path: Path) -> None:
         "model.layers.0.mlp.shared_expert_gate.weight": (128, 256),
         "model.layers.0.self_attn.indexer.weight": (128, 256),
         "visual.blocks.0.mlp.up_proj.weight": (128, 256),
-        "model.layers.0.mlp.experts.gate_up_proj": (2, 256, 256),
     }
     targets = choose_targets(contents_of(tmp_path, shapes, "qwen3_moe"), BLOCK_128)
     assert targets.quantised == {name for e in range(2) for name in mlp(f"model.layers.0.mlp.experts.{e}", 1, 1)}
@@ -275,10 +278,45 @@ def test_vllm_reads_the_new_config_as_it_is_meant(tmp_path: Path) -> None:
     block = Fp8Config.from_config(section)
     assert block.weight_block_size == [128, 128] and block.activation_scheme == "dynamic"
     assert {name: is_layer_skipped(name, block.ignored_layers, merged) for name in layers} == layers
-    for scaling, strategy in ((CHANNEL, "channel"), (TENSOR, "tensor")):
-        section = json.loads(plan_fp8(contents, scaling).documents["config.json"])["quantization_config"]
-        compressed = CompressedTensorsConfig.from_config(section)
-        scheme = compressed.target_scheme_map["Linear"]
-        assert scheme["weights"].strategy == strategy
-        assert CompressedTensorsConfig._is_fp8_w8a8(scheme["weights"], scheme["input_activations"])
-        assert {name: should_ignore_layer(name, compressed.ignore, merged) for name in layers} == layers
+    section = json.loads(plan_fp8(contents, TENSOR).documents["config.json"])["quantization_config"]
+    tensor = Fp8Config.from_config(section)
+    assert tensor.weight_block_size is None and tensor.is_checkpoint_fp8_serialized
+    assert {name: is_layer_skipped(name, tensor.ignored_layers, merged) for name in layers} == layers
+    section = json.loads(plan_fp8(contents, CHANNEL).documents["config.json"])["quantization_config"]
+    channel = CompressedTensorsConfig.from_config(section)
+    scheme = channel.target_scheme_map["Linear"]
+    assert scheme["weights"].strategy == "channel"
+    assert CompressedTensorsConfig._is_fp8_w8a8(scheme["weights"], scheme["input_activations"])
+    assert {name: should_ignore_layer(name, channel.ignore, merged) for name in layers} == layers
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    shapes = {**gqa("model.layers.0", 256, 2, 2), "model.layers.0.mlp.experts.gate_up_proj": (2, 256, 256)}
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj \[2, 256, 256\] holds all experts"):
+        choose_targets(contents_of(tmp_path, shapes, "qwen3_moe"), BLOCK_128)
+
+
+def test_a_dtype_that_cannot_be_quantised_keeps_the_merged_layer_plain(tmp_path: Path) -> None:
+    shapes = {**gqa("model.layers.0", 256, 2, 2), **moe("model.layers.0", 256, 128)}
+    odd = {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.gate_proj.weight"}
+    dtypes = {name: "F64" if name in odd else "BF16" for name in shapes}
+    contents = contents_of(tmp_path, shapes, "glm4_moe", dtypes=dtypes)
+    assert choose_targets(contents, BLOCK_128).quantised == {
+        "model.layers.0.self_attn.o_proj.weight",
+        *(f"model.layers.0.mlp.shared_experts.{name}.weight" for name in MLP),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shapes", "why"), [(mlp("model.layers.0.mlp", 100, 100), "128x128 do not fit"), ({}, "no linear")]
+)
+def test_a_conversion_that_would_quantise_nothing_is_refused(tmp_path: Path, shapes: Shapes, why: str) -> None:
+    shapes = {"model.norm.weight": (100,), **shapes}
+    with pytest.raises(CheckpointError, match=why):
+        choose_targets(contents_of(tmp_path, shapes, "llama"), BLOCK_128)
+
+
+def test_linear_layers_that_stay_are_told(tmp_path: Path) -> None:
+    shapes = {**gqa("model.layers.0", 256, 2, 2), **mlp("model.layers.0.mlp", 256, 192)}
+    targets = choose_targets(contents_of(tmp_path, shapes, "llama"), BLOCK_128)
+    assert targets.left_out == tuple(f"model.layers.0.mlp.{name}.weight" for name in sorted(MLP))

@@ -106,9 +106,9 @@ def _parts(a: Weight, b: Weight, advance: Callable[[int], None]) -> Iterator[_Pa
 
 
 def _side(weight: Weight, strip: Strip) -> _Side:
-    if weight.scale and strip.scales is not None:
+    if strip.scales is not None and strip.scaling is not None:
         x = strip.dequantised(weight, torch.float32)
-        return _Side(x, _spread(strip.scales, weight.scale.scaling, x.shape), None)
+        return _Side(x, _spread(strip.scales, strip.scaling, x.shape), None)
     dtype = torch.float32 if strip.values.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float64
     return _Side(strip.values.to(dtype), None, strip.values)
 
@@ -116,10 +116,8 @@ def _side(weight: Weight, strip: Strip) -> _Side:
 def _spread(scales: torch.Tensor, scaling: Scaling, shape: Sequence[int]) -> torch.Tensor:
     """The scale of each element: [r, C], or less where that broadcasts."""
     if scaling.rows > 1:
-        scales = scales.repeat_interleave(scaling.rows, 0)[: shape[0]]
-    if not scaling.columns:
-        return scales
-    return scales[:, :, None].expand(-1, -1, scaling.columns).reshape(scales.shape[0], -1)[:, : shape[1]]
+        scales = scales[torch.arange(shape[0]) // scaling.rows]
+    return scales[:, torch.arange(shape[1]) // scaling.columns] if scaling.columns else scales
 
 
 def _part(a: _Side, b: _Side) -> _Part:
@@ -167,9 +165,11 @@ def _bound(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _same_bits(a: _Side, b: _Side, difference: float) -> bool:
-    """Of one dtype, bit by bit; of two, as numbers."""
-    if a.stored is None or b.stored is None or a.stored.dtype != b.stored.dtype:
+    """Of one dtype, bit by bit; of two that are floats, as numbers."""
+    if a.stored is None or b.stored is None:
         return not difference
+    if a.stored.dtype != b.stored.dtype:
+        return a.stored.is_floating_point() and b.stored.is_floating_point() and not difference
     return torch.equal(a.stored.view(torch.uint8), b.stored.view(torch.uint8))
 
 

@@ -27,28 +27,29 @@ def fp8_config(config: Mapping[str, Any], scaling: Scaling, plain_modules: Seque
 
     Args:
         config: Of the source.
-        scaling: Of the matrices. Blocks are written as vLLM's fp8, the others as compressed-tensors.
+        scaling: Of the matrices. Rows are written as compressed-tensors, blocks and matrices as vLLM's fp8, since
+            vLLM takes experts with one scale for a matrix in that form only.
         plain_modules: Linear layers that are not quantised.
     """
-    block = scaling.rows and scaling.columns
-    section = _block_section(scaling, plain_modules) if block else _compressed_section(scaling, plain_modules)
+    by_row = scaling.rows and not scaling.columns
+    section = _channel_section(plain_modules) if by_row else _fp8_section(scaling, plain_modules)
     return {**_without_quantisation(config), "quantization_config": section}
 
 
-def _block_section(scaling: Scaling, plain_modules: Sequence[str]) -> dict[str, Any]:
+def _fp8_section(scaling: Scaling, plain_modules: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [scaling.rows, scaling.columns],
+        **({"weight_block_size": [scaling.rows, scaling.columns]} if scaling.rows else {}),
         **({"scale_fmt": "ue8m0"} if scaling.ue8m0 else {}),
         "modules_to_not_convert": list(plain_modules),
     }
 
 
-def _compressed_section(scaling: Scaling, plain_modules: Sequence[str]) -> dict[str, Any]:
+def _channel_section(plain_modules: Sequence[str]) -> dict[str, Any]:
     e4m3 = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**e4m3, "strategy": "channel" if scaling.rows else "tensor", "dynamic": False}
+    weights = {**e4m3, "strategy": "channel", "dynamic": False}
     activations = {**e4m3, "strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {

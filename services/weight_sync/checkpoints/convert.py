@@ -8,6 +8,7 @@ result. JOURNAL says what is being made; it goes when all is there.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import threading
@@ -18,10 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from services.weight_sync.checkpoints.errors import CheckpointError
+from services.weight_sync.checkpoints.folder import CONFIG, JOURNAL
+from services.weight_sync.checkpoints.header import FileState
 from services.weight_sync.checkpoints.plan import Conversion, NewShard, json_text
 from services.weight_sync.checkpoints.writing import Advance, write_shard
 
-JOURNAL = ".flotilla-conversion.json"
 UNFINISHED = ".unfinished"
 """Ends the name of a file that is being written."""
 
@@ -37,37 +39,67 @@ def convert(plan: Conversion, target: Path, workers: int, advance: Advance) -> N
         plan: The conversion.
         target: Directory of the result.
         workers: Threads; each has a file of its own, and a few strips of a matrix in memory.
-        advance: Called by the threads.
+        advance: Called by the threads with what `left_bytes` counts.
 
     Raises:
         CheckpointError: Before anything is written: `target` is not empty and no part of this conversion, lies in the
-            source, is being written by another process, or there is no room. Later: a weight is not finite.
+            source, is being written by another process, or there is no room. Later: a weight is not finite, or a file
+            cannot be written.
     """
     check_target(plan, target)
     target.mkdir(parents=True, exist_ok=True)
     with _locked(target):
         check_target(plan, target)
         _write_file(target / JOURNAL, json_text(plan.identity))
-        left = _what_is_left(plan, target, advance)
-        _write_shards(left, target, workers, advance)
-        _finish(plan, target)
+        try:
+            _write_shards(_what_is_left(plan, target), target, workers, advance)
+            _finish(plan, target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {target} keeps what is done, the same command continues") from None
 
 
 def check_target(plan: Conversion, target: Path) -> None:
     """Raise CheckpointError if a conversion cannot be written to a directory."""
-    source, resolved = plan.source.resolve(), target.resolve()
+    try:
+        source, resolved = plan.source.resolve(), target.resolve()
+    except (OSError, RuntimeError):
+        raise CheckpointError(f"{target} is a link to itself") from None
     if resolved == source or source in resolved.parents:
         raise CheckpointError(f"{target} is, or lies in, the source {plan.source}")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} exists and is not a directory")
     present = {path.name for path in target.iterdir()} if target.exists() else set()
-    if present - {JOURNAL + UNFINISHED} and not _is_same(plan, target / JOURNAL):
-        raise CheckpointError(f"{target} exists and is no unfinished conversion of {plan.source} with these options")
+    if JOURNAL in present:
+        _check_same(plan, target)
+    elif present - {JOURNAL + UNFINISHED}:
+        raise CheckpointError(f"{target} is not empty")
     _check_room(plan, target)
 
 
-def _is_same(plan: Conversion, journal: Path) -> bool:
-    return journal.is_file() and journal.read_text() == json_text(plan.identity)
+def left_bytes(plan: Conversion, target: Path) -> int:
+    """Bytes of weights that are still to be read."""
+    return sum(shard.read_bytes for shard in _what_is_left(plan, target))
+
+
+def _check_same(plan: Conversion, target: Path) -> None:
+    """Raise CheckpointError, and say what differs, unless an unfinished conversion is this one."""
+    wanted = json.loads(json_text(plan.identity))
+    try:
+        begun = json.loads((target / JOURNAL).read_bytes())
+        differs = {key for key in wanted if begun[key] != wanted[key]}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{target / JOURNAL} is damaged: what was begun there cannot be continued") from None
+    if "options" in differs:
+        raise CheckpointError(f"{target} was begun with other options: {json.dumps(begun['options'])}")
+    if differs:
+        raise CheckpointError(f"{target} was begun from another source, or {plan.source} has changed since")
+
+
+def is_complete(plan: Conversion, target: Path) -> bool:
+    """Whether a directory has the result, by its config and the headers of its files."""
+    config = target / CONFIG
+    same = config.is_file() and config.read_bytes() == plan.documents[CONFIG].encode()
+    return same and not (target / JOURNAL).exists() and not _what_is_left(plan, target)
 
 
 def _check_room(plan: Conversion, target: Path) -> None:
@@ -86,10 +118,8 @@ def _is_written(shard: NewShard, target: Path) -> bool:
         return stream.read(len(shard.header)) == shard.header
 
 
-def _what_is_left(plan: Conversion, target: Path, advance: Advance) -> list[NewShard]:
-    left = [shard for shard in plan.shards if not _is_written(shard, target)]
-    advance(sum(shard.read_bytes for shard in plan.shards) - sum(shard.read_bytes for shard in left))
-    return left
+def _what_is_left(plan: Conversion, target: Path) -> list[NewShard]:
+    return [shard for shard in plan.shards if not _is_written(shard, target)]
 
 
 def _write_shards(shards: list[NewShard], target: Path, workers: int, advance: Advance) -> None:
@@ -115,6 +145,9 @@ def _write_shard(shard: NewShard, target: Path, advance: Advance) -> None:
 
 
 def _finish(plan: Conversion, target: Path) -> None:
+    for file, state in plan.states.items():
+        if FileState.of(file) != state:
+            raise CheckpointError(f"{file} has changed since it was read")
     for file in plan.files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         _replace(target / file, partial(shutil.copy2, plan.source / file))
@@ -125,17 +158,20 @@ def _finish(plan: Conversion, target: Path) -> None:
 
 
 def _write_file(file: Path, text: str) -> None:
-    _replace(file, lambda unfinished: unfinished.write_text(text))
+    _replace(file, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
 
 
 def _replace(file: Path, write: Callable[[Path], object]) -> None:
     """Let a file be written under another name, and give it its own when it is on the disk."""
     unfinished = file.with_name(file.name + UNFINISHED)
     try:
+        unfinished.unlink(missing_ok=True)
         write(unfinished)
         _sync(unfinished)
         unfinished.replace(file)
         _sync(file.parent)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or file}: {error.strerror}") from None
     finally:
         unfinished.unlink(missing_ok=True)
 

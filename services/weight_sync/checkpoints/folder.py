@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.weight_sync.checkpoints.errors import CheckpointError
-from services.weight_sync.checkpoints.header import Entry, Shard, read_shard
+from services.weight_sync.checkpoints.header import Entry, Shard, parse_object, read_shard
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+JOURNAL = ".flotilla-conversion.json"
+"""Lies in the directory of a conversion until it is complete, and says what it is."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5")
 WEIGHT_ENDINGS = (*WEIGHT_SUFFIXES, *(f"{suffix}.index.json" for suffix in WEIGHT_SUFFIXES))
 
@@ -48,8 +50,10 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         CheckpointError: A file is missing, truncated or inconsistent with the others.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory")
-    config = _json_object(directory / CONFIG)
+        raise CheckpointError(f"{directory} is not a directory; `hf download` brings a checkpoint from the hub")
+    if (directory / JOURNAL).is_file():
+        raise CheckpointError(f"{directory.resolve()} is an unfinished conversion")
+    config = _json_object(directory.resolve() / CONFIG)
     if not isinstance(config.get("text_config") or {}, dict):
         raise CheckpointError(f"{directory / CONFIG}: text_config is not a JSON object")
     indexed = (directory / INDEX).is_file()
@@ -82,19 +86,23 @@ def _walk(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
             if not path.name.startswith("."):
                 yield from _walk(root, relative, (*above, path.resolve()))
         elif not path.name.endswith(WEIGHT_ENDINGS) and relative != Path(CONFIG):
+            if not path.is_file() or not os.access(path, os.R_OK):
+                raise CheckpointError(f"{path} is no file that can be read")
             yield relative
 
 
+def left_files(directory: Path) -> list[Path]:
+    """Files of weights that are neither safetensors of the checkpoint nor copied with it, relative to it, sorted."""
+    files = (path for path in directory.rglob("*") if path.name.endswith(WEIGHT_SUFFIXES))
+    relative = (path.relative_to(directory) for path in files)
+    others = (path for path in relative if len(path.parts) > 1 or path.suffix != ".safetensors")
+    return sorted(path for path in others if not any(part.startswith(".") for part in path.parts))
+
+
 def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return content
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing" if not file.exists() else f"{file} is not a file")
+    return parse_object(file.read_bytes(), str(file))
 
 
 def _weight_map(file: Path) -> dict[str, str]:

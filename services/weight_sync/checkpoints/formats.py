@@ -13,6 +13,7 @@ from services.weight_sync.layout import CHANNEL, TENSOR, Scaling, scale_shape
 
 SECTIONS = ("quantization_config", "compression_config")
 """The second is an older name."""
+LARGEST_BLOCK = 1 << 16
 PATTERN = "re:"
 """Begins a regular expression in a list of modules."""
 
@@ -84,15 +85,19 @@ class _Section:
 
     def block(self, field: str) -> Scaling:
         found = self.content.get(field)
-        if not isinstance(found, list) or len(found) != 2 or not all(type(n) is int and n > 0 for n in found):
-            raise self.refuse(field, "two positive numbers, as [128, 128]")
+        if (
+            not isinstance(found, list)
+            or len(found) != 2
+            or not all(type(n) is int and 0 < n <= LARGEST_BLOCK for n in found)
+        ):
+            raise self.refuse(field, f"two numbers from 1 to {LARGEST_BLOCK}, as [128, 128]")
         return Scaling(*found)
 
     def _check_patterns(self, field: str, names: list[str]) -> None:
         for name in names:
             try:
                 re.compile(name.removeprefix(PATTERN) if name.startswith(PATTERN) else "")
-            except re.error:
+            except (re.error, OverflowError, RecursionError):
                 raise self.refuse(field, "names and regular expressions") from None
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.weight_sync.checkpoints.errors import CheckpointError
 
@@ -23,9 +24,29 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """Of safetensors' names."""
 LENGTH_BYTES = 8
+LFS_POINTER = b"version https://git-lfs"
 LARGEST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 HEADER_ALIGNMENT_BYTES = 8
+METADATA = "__metadata__"
+ESCAPED_SURROGATE = b"\\ud"
+LARGEST_NUMBER = 1 << 62
+
+
+class FileState(NamedTuple):
+    """What tells a file from another one under its name, and from itself after a change."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: int | Path) -> FileState:
+        """Of a path or a descriptor."""
+        found = os.stat(file)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +55,8 @@ class Entry:
 
     name: str
     file: Path
+    state: FileState
+    """Of the file, when its header was read."""
     dtype: str
     """As safetensors calls it: BF16, F8_E4M3."""
     shape: tuple[int, ...]
@@ -48,12 +71,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A safetensors file: its tensors by offset, its size, and what tells it from another."""
+    """A safetensors file: its tensors by offset, and what tells it from another."""
 
     file: Path
     entries: tuple[Entry, ...]
-    size_bytes: int
-    modified_ns: int
+    state: FileState
     header_sha256: str
 
 
@@ -73,24 +95,29 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def read_shard(file: Path) -> Shard:
     """Read and check the header of a file. Raises CheckpointError."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a file")
     with file.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(0)
-        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        state = FileState.of(stream.fileno())
+        size = state.size_bytes
+        begin = stream.read(LENGTH_BYTES)
+        if begin == LFS_POINTER[:LENGTH_BYTES]:
+            raise CheckpointError(f"{file} is a pointer of Git LFS; `git lfs pull` brings the file")
+        length = int.from_bytes(begin, "little")
         if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, LARGEST_HEADER_BYTES):
             raise CheckpointError(f"{file} is truncated or no safetensors file: its header does not fit")
         text = stream.read(length)
-    header = _parse(file, text)
+    header = parse_object(text, f"{file}: its header", object_pairs_hook=_once(file))
     data = LENGTH_BYTES + length
-    placed = [_entry(file, name, content, data) for name, content in header.items() if name != "__metadata__"]
+    placed = [_entry(file, state, name, content, data) for name, content in header.items() if name != METADATA]
     entries = tuple(sorted(placed, key=lambda entry: (entry.begin, entry.size_bytes)))
     _check_offsets(file, entries, data, size)
-    return Shard(file, entries, size, file.stat().st_mtime_ns, hashlib.sha256(text).hexdigest())
+    return Shard(file, entries, state, hashlib.sha256(text).hexdigest())
 
 
 def make_header(tensors: Iterable[NewTensor]) -> tuple[bytes, dict[str, int]]:
     """A header, and the first byte of each tensor in the file; the largest elements come first, so all are aligned."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     offset, offsets = 0, {}
     for one in sorted(tensors, key=lambda one: (-DTYPE_BYTES[one.dtype], one.name)):
         end = offset + tensor_bytes(one.dtype, one.shape)
@@ -102,28 +129,36 @@ def make_header(tensors: Iterable[NewTensor]) -> tuple[bytes, dict[str, int]]:
     return encoded, {name: len(encoded) + begin for name, begin in offsets.items()}
 
 
-def _parse(file: Path, text: bytes) -> dict[str, Any]:
+def parse_object(text: bytes, what: str, **options: Any) -> dict[str, Any]:
+    """A JSON object whose strings are Unicode text. Raises CheckpointError, which begins with `what`."""
+    try:
+        content = json.loads(text, **options)
+        if ESCAPED_SURROGATE in text.lower():  # half of a pair would be an error whenever it is written
+            json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{what} is not a JSON object")
+    return content
+
+
+def _once(file: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) != len(pairs):
             raise CheckpointError(f"{file}: its header names a tensor twice")
         return content
 
-    try:
-        header = json.loads(text, object_pairs_hook=once)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise CheckpointError(f"{file}: its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: its header is not a JSON object")
-    return header
+    return once
 
 
-def _entry(file: Path, name: str, content: Any, data: int) -> Entry:
+def _entry(file: Path, state: FileState, name: str, content: Any, data: int) -> Entry:
     try:
-        dtype, shape, (begin, end) = content["dtype"], tuple(content["shape"]), content["data_offsets"]
-        well_formed = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        dtype, shape, (begin, end) = content["dtype"], content["shape"], content["data_offsets"]
+        well_formed = isinstance(dtype, str) and isinstance(shape, list)
+        well_formed &= all(type(number) is int and 0 <= number < LARGEST_NUMBER for number in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
-        well_formed, dtype, shape, begin, end = False, "", (), 0, 0
+        well_formed, dtype, shape, begin, end = False, "", [], 0, 0
     if not well_formed:
         raise CheckpointError(f"{file}: the header has no dtype, shape and data_offsets for {name}")
     if dtype not in DTYPE_BYTES:
@@ -133,7 +168,7 @@ def _entry(file: Path, name: str, content: Any, data: int) -> Entry:
             f"{file}: {name} is {dtype} {list(shape)}, {tensor_bytes(dtype, shape)} bytes, "
             f"and its data_offsets span {end - begin}"
         )
-    return Entry(name, file, dtype, shape, data + begin)
+    return Entry(name, file, state, dtype, tuple(shape), data + begin)
 
 
 def _check_offsets(file: Path, entries: Sequence[Entry], data: int, size: int) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from services.weight_sync.checkpoints.configs import bf16_config, fp8_config
 from services.weight_sync.checkpoints.errors import CheckpointError
 from services.weight_sync.checkpoints.folder import CONFIG, INDEX, other_files
-from services.weight_sync.checkpoints.header import NewTensor, Shard, make_header, tensor_bytes
+from services.weight_sync.checkpoints.header import FileState, NewTensor, Shard, make_header, tensor_bytes
 from services.weight_sync.checkpoints.targets import choose_targets
 from services.weight_sync.checkpoints.weights import FP8, Contents, Weight
 from services.weight_sync.layout import Scaling, scale_shape
@@ -67,6 +67,10 @@ class Conversion:
     """The index, if the source has one, and the config, in the order in which they are written."""
     identity: Mapping[str, Any]
     """What a conversion must have in common with this one to be continued by it; JSON."""
+    states: Mapping[Path, FileState]
+    """Of all files of the source, when they were read."""
+    left_out: tuple[Weight, ...] = ()
+    """Linear layers that stay unquantised, because of the source's config or of what vLLM can load."""
 
 
 def plan_bf16(contents: Contents) -> Conversion:
@@ -93,7 +97,8 @@ def plan_fp8(contents: Contents, scaling: Scaling) -> Conversion:
     shards = [_new_shard(shard, contents, targets.quantised, form) for shard in contents.checkpoint.shards]
     config = fp8_config(contents.checkpoint.config, scaling, targets.plain_modules)
     options = {"to": "fp8", "block": [scaling.rows, scaling.columns], "ue8m0": scaling.ue8m0}
-    return _conversion(contents, shards, config, options)
+    left_out = tuple(contents.weights[name] for name in targets.left_out)
+    return replace(_conversion(contents, shards, config, options), left_out=left_out)
 
 
 def json_text(content: Mapping[str, Any]) -> str:
@@ -105,14 +110,26 @@ def _conversion(
     contents: Contents, shards: Sequence[NewShard], config: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Conversion:
     checkpoint = contents.checkpoint
+    files = tuple(other_files(checkpoint.directory))
+    states = {
+        **{shard.file: shard.state for shard in checkpoint.shards},
+        **{file: FileState.of(file) for file in (checkpoint.directory / one for one in (*files, CONFIG))},
+    }
+    others = [[str(file), *_time_and_size(states[checkpoint.directory / file])] for file in files]
     kept = tuple(shard for shard in shards if shard.jobs)
     index = {INDEX: json_text(_index(kept))} if checkpoint.indexed else {}
     return Conversion(
         source=checkpoint.directory,
         shards=kept,
-        files=tuple(other_files(checkpoint.directory)),
+        files=files,
         documents={**index, CONFIG: json_text(config)},
-        identity={"options": options, "config": dict(checkpoint.config), "shards": _identities(checkpoint.shards)},
+        identity={
+            "options": options,
+            "config": dict(checkpoint.config),
+            "shards": _identities(checkpoint.shards),
+            "files": others,
+        },
+        states=states,
     )
 
 
@@ -144,4 +161,8 @@ def _index(shards: Iterable[NewShard]) -> dict[str, Any]:
 
 
 def _identities(shards: Iterable[Shard]) -> list[list[Any]]:
-    return [[one.file.name, one.size_bytes, one.modified_ns, one.header_sha256] for one in shards]
+    return [[one.file.name, *_time_and_size(one.state), one.header_sha256] for one in shards]
+
+
+def _time_and_size(state: FileState) -> tuple[int, int]:
+    return state.size_bytes, state.modified_ns

@@ -10,7 +10,7 @@ from math import prod
 from services.weight_sync.checkpoints.header import Entry
 from services.weight_sync.checkpoints.weights import Contents
 
-LAYER = re.compile(r"\blayers\.(\d+)\.")
+LAYER = re.compile(r"\blayers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\bexperts\.\d+\.")
 PARTS = (
     ("norms", re.compile(r"norm\b|layernorm\b|\benorm\b|\bhnorm\b")),
@@ -86,7 +86,7 @@ def summarise(contents: Contents) -> Summary:
 def _rows(entries: list[Entry], contents: Contents, layers: int | None) -> tuple[Row, ...]:
     groups: dict[tuple[str, tuple[int, ...], str, str], list[Entry]] = defaultdict(list)
     for entry in sorted(entries, key=lambda entry: _natural(entry.name)):
-        groups[_folded(entry.name, layers), entry.shape, entry.dtype, _quantisation(entry, contents)].append(entry)
+        groups[folded_name(entry.name, layers), entry.shape, entry.dtype, _quantisation(entry, contents)].append(entry)
     return tuple(
         Row(name, len(group), shape, dtype, quantisation, sum(entry.size_bytes for entry in group))
         for (name, shape, dtype, quantisation), group in groups.items()
@@ -98,7 +98,7 @@ def _quantisation(entry: Entry, contents: Contents) -> str:
     return contents.format.label if weight and weight.scale and contents.format else ""
 
 
-def _folded(name: str, layers: int | None) -> str:
+def folded_name(name: str, layers: int | None = None) -> str:
     """A name with * for numbers; a layer for multi-token prediction keeps its own."""
     folded = EXPERT.sub("experts.*.", name)
     return folded if _is_mtp(name, layers) else LAYER.sub("layers.*.", folded)
@@ -122,4 +122,4 @@ def _total(name: str, entries: list[Entry], contents: Contents) -> Part:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """So that layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
+    return [(int(part), "") if part.isdecimal() and len(part) < 10 else (0, part) for part in name.split(".")]

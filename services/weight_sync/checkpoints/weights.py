@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from services.weight_sync.checkpoints.errors import CheckpointError
@@ -108,4 +109,4 @@ def _is_loose_scale(entry: Entry, form: Format | None) -> bool:
     """Whether it is the scale of activations. Raises CheckpointError if it should be the scale of a matrix."""
     if entry.name.endswith(SCALE_ENDINGS):
         raise CheckpointError(f"{entry.file}: {entry.name} is a scale without an {FP8} matrix")
-    return form is not None and entry.name.endswith(ACTIVATION_SCALES)
+    return form is not None and entry.name.endswith(ACTIVATION_SCALES) and prod(entry.shape) == 1

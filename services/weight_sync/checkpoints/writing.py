@@ -12,7 +12,7 @@ import torch
 from services.weight_sync.checkpoints.errors import CheckpointError
 from services.weight_sync.checkpoints.header import DTYPE_BYTES, Entry
 from services.weight_sync.checkpoints.plan import Job, NewShard
-from services.weight_sync.checkpoints.strips import Strip, matrix_shape, strip_rows, strips, write_exactly
+from services.weight_sync.checkpoints.strips import Memory, Strip, matrix_shape, strip_rows, strips, write_exactly
 from services.weight_sync.checkpoints.weights import FP8, Weight
 from services.weight_sync.layout import Scaling, scale_shape
 from services.weight_sync.quantize_cpu import largest_cpu, quantize_cpu
@@ -54,11 +54,12 @@ def _write_plain(job: Job, descriptor: int, advance: Advance) -> None:
 
 
 def _write_quantised(job: Job, scaling: Scaling, descriptor: int, advance: Advance) -> None:
-    weight, offset, scales_offset = job.weight, job.offset, job.scales_offset
+    weight, offset, scales_offset, memory = job.weight, job.offset, job.scales_offset, Memory()
     largest = 0 if scaling.rows else _largest(weight)
     for strip in strips(weight, strip_rows([weight], scaling)):
         x = _floats(weight, strip)
-        values, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(scale_shape(x.shape, scaling))
+        values = memory.tensor(tuple(x.shape), torch.float8_e4m3fn)
+        scales = memory.tensor(scale_shape(x.shape, scaling), torch.float32)
         if not quantize_cpu(x, scaling, values, scales, largest):
             raise CheckpointError(f"{weight.entry.file}: {weight.name} has elements that are not finite")
         write_exactly(descriptor, values, offset)
