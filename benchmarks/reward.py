@@ -17,11 +17,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from psutil import Error, Process
+from psutil import Process
 
 from benchmarks.records import Row, table
 from flotilla.reward.v1 import reward_pb2 as pb
@@ -232,15 +231,14 @@ async def soak(seconds: float) -> Soak:
 
 
 def memory_bytes() -> float:
-    """Private memory of the processes that live as long as the pool: this one and the template.
+    """Anonymous resident memory of the processes that live as long as the pool: this one and the template.
 
     Workers are left out: each grows with what it answers and is replaced, so that a sum swings by more than the bar.
+    What is private in the template is no measure, since that is what its workers happen not to share at the moment.
     """
-    total = 0
-    for process in (Process(), *Process().children()):
-        with suppress(Error):  # it has just ended
-            total += process.memory_full_info().uss
-    return total
+    processes = (os.getpid(), *(child.pid for child in Process().children()))
+    status = [Path(f"/proc/{process}/status").read_text() for process in processes]
+    return sum(float(text.partition("RssAnon:")[2].split()[0]) * 1024 for text in status)
 
 
 async def soaked(seconds: float) -> list[Row]:
