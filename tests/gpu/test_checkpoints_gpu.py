@@ -1,6 +1,6 @@
 """Converted checkpoints of every kind load in vLLM and answer as the model does. Needs CUDA.
 
-The model is the demo's warm start: `FLOTILLA_DEMO_MODEL` names one that is there already.
+The model is the demo's warm start: `FLOTILLA_DEMO_MODEL` names one that is there already; and a random one has experts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.gpu.fresh_engine import (
     write_bf16_checkpoint,
     write_fp8_checkpoint,
 )
+from tests.tiny_models import VOCABULARY, save_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,3 +63,20 @@ def test_a_converted_checkpoint_answers_as_its_source_does(answers: dict[str, To
     alike = sum(one == other for one, other in zip(answers["bf16"], answers[name], strict=True))
     print(f"{name}: {alike} of {PROMPTS} greedy answers are those of bf16")
     assert alike >= ALIKE * PROMPTS
+
+
+def test_converted_experts_load(tmp_path: Path) -> None:
+    """A random model has no answers worth comparing beyond the first token."""
+    save_model(tmp_path / "float32", "qwen3_moe", moe_intermediate_size=128, num_experts=8, head_dim=64)
+    paths = {name: tmp_path / name for name in ("bf16", *KINDS)}
+    write_bf16_checkpoint(tmp_path / "float32", paths["bf16"])
+    for name, scaling in KINDS.items():
+        write_fp8_checkpoint(paths["bf16"], paths[name], scaling)
+    random = Random(1)
+    prompts = [[random.randrange(3, VOCABULARY) for _ in range(20)] for _ in range(PROMPTS)]
+    running = {name: start_greedy(path, prompts, 4, 0) for name, path in paths.items()}
+    answers = {name: greedy_answers(paths[name], process) for name, process in running.items()}
+    for name in KINDS:
+        alike = sum(one[0] == other[0] for one, other in zip(answers["bf16"], answers[name], strict=True))
+        print(f"experts by {name}: {alike} of {PROMPTS} first tokens are those of bf16")
+        assert alike >= ALIKE * PROMPTS
