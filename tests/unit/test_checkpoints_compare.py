@@ -223,6 +223,15 @@ def test_inspect_folds_layers_and_experts(tmp_path: Path) -> None:
     assert total.size_bytes == sum(size for _, _, size in parts.values()) == sum(one.size_bytes for one in summary.rows)
 
 
+def test_names_are_neither_cut_nor_taken_for_markup(tmp_path: Path) -> None:
+    name = "model.layers.²[/b][bold]." + "long." * 60 + "weight"
+    save_checkpoint(tmp_path, [{name: torch.ones(1)}], {"model_type": "[/b]"})
+    shown = "".join(
+        part.strip() for line in run("inspect", tmp_path).output.splitlines() for part in line.split("│")[1:2]
+    )
+    assert name in shown
+
+
 def test_inspect_prints_a_table_or_json(tmp_path: Path) -> None:
     done = run("inspect", moe(tmp_path))
     assert done.exit_code == 0

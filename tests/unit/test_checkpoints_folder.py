@@ -98,6 +98,41 @@ def test_a_wrong_header_is_refused(tmp_path: Path, case: str) -> None:
     assert str(file) in refusal(tmp_path) and message in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"__metadata__":' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
+        '{"a":{"dtype":"F32","shape":"","data_offsets":[0,4]}}',
+        '{"a":{"dtype":"F32","shape":[' + "9" * 5000 + '],"data_offsets":[0,4]}}',
+        '{"a":{"dtype":"F32","shape":[' + "9" * 4000 + '],"data_offsets":[0,4]}}',
+        '{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    ],
+    ids=["deep", "dtype", "shape", "digits", "large", "surrogate"],
+)
+def test_headers_made_to_hurt_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(4))
+    with pytest.raises(CheckpointError, match=str(file)):
+        read_shard(file)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":' + "[" * 100_000 + "]" * 100_000 + "}", '{"a":' + "9" * 5000 + "}", '"\\ud800"']
+)
+def test_configs_made_to_hurt_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is not"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        read_shard(file)
+
+
 def test_a_header_that_is_no_json_or_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
     file = two_shards(tmp_path) / "model-00002-of-00002.safetensors"
     for text in (b"{...", b"[1]", b'{"c": 1, "c": 2}', b"\xff\xfe"):

@@ -59,7 +59,7 @@ def choose_targets(contents: Contents, scaling: Scaling) -> Targets:
     left_out = sorted(name + WEIGHT for name in linear_modules(matrices, model_type) - quantised)
     if not quantised:
         why = (
-            f"blocks of {block[0]}x{block[1]} do not fit"
+            f"its linear layers are excluded, or blocks of {block[0]}x{block[1]} do not fit"
             if block and left_out
             else "it has no linear layers to quantise"
         )
