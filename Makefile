@@ -42,6 +42,7 @@ install: $(STAMP)
 
 $(STAMP): requirements-cpu.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Flotilla needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info[:2] not in ((3, 11), (3, 12)) else None'
+	@echo "Installing into $(VENV), which downloads 2 GB and takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0 $(if $(filter cuda,$(DEVICE)),vllm==0.32.0)
 	grep -vE '$(NOT_ON_$(DEVICE))' requirements-cpu.lock > $(VENV)/requirements.txt
