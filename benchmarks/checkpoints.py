@@ -3,7 +3,8 @@
     python -m benchmarks.checkpoints [--directory /dev/shm] [--gigabytes 4] [--repeat 3]
 
 Makes a checkpoint of bf16 matrices in files of half a gigabyte, as large as a layer's of DeepSeek-R1, and converts it.
-Each conversion runs in a process of its own; the best of the repeats counts. The rate is in bytes of input: by the
+Each conversion runs in a process of its own; the best of the repeats counts. One row converts nothing: it reads fp8 and
+writes twice as many bytes, which is what the kernel takes of a conversion to bf16. The rate is in bytes of input: by the
 clock, and by the CPU time of the process, which depends less on what else runs. Memory is what the process needs more
 at its peak than when torch and the kernels were loaded; the bar is two files and 200 MB.
 """
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ import torch
 from benchmarks.records import Row, table
 from services.weight_sync.checkpoints.convert import convert
 from services.weight_sync.checkpoints.plan import plan_bf16, plan_fp8
-from services.weight_sync.checkpoints.weights import open_directory
+from services.weight_sync.checkpoints.strips import row_bytes, strip_rows, strips, write_exactly
+from services.weight_sync.checkpoints.weights import Contents, Weight, open_directory
 from services.weight_sync.layout import BLOCK_128, CHANNEL, TENSOR
 from services.weight_sync.quantize import dequantize, quantize
 from tests.checkpoints import peak_memory_bytes, random_matrix, save_checkpoint
@@ -34,12 +38,14 @@ from tests.checkpoints import peak_memory_bytes, random_matrix, save_checkpoint
 SHAPE = (18432, 7168)
 """Of the dense MLP of DeepSeek-R1: 264 MB of bf16, two in a file."""
 SCALINGS = {"block": BLOCK_128, "channel": CHANNEL, "tensor": TENSOR}
+MOVED = "moved"
 CASES = [
     ("hf-to-fp8 block", "bf16", "block"),
     ("hf-to-fp8 channel", "bf16", "channel"),
     ("hf-to-fp8 tensor", "bf16", "tensor"),
     ("fp8-to-bf16 from block", "block", "plain"),
     ("fp8-to-bf16 from channel", "channel", "plain"),
+    ("read once, write twice", "block", MOVED),
     ("hf-to-fp8 block from channel", "channel", "block"),
 ]
 """Name, source and target."""
@@ -61,16 +67,36 @@ def measure(source: Path, target: Path, workers: int) -> dict[str, float]:
         for scaling in SCALINGS.values():  # load what compiles
             dequantize(*quantize(torch.ones(256, 256, dtype=dtype), scaling=scaling), dtype, scaling)
     contents = open_directory(source)
+    work = partial(move, contents) if target.name == MOVED else partial(run, contents)
     before, began, cpu = peak_memory_bytes(), time.perf_counter(), time.process_time()
-    plan = plan_bf16(contents) if target.name == "plain" else plan_fp8(contents, SCALINGS[target.name])
-    convert(plan, target, workers, lambda count: None)
+    work(target, workers)
     return {
-        "gigabytes": sum(shard.read_bytes for shard in plan.shards) / 1e9,
+        "gigabytes": sum(weight.size_bytes for weight in contents.weights.values()) / 1e9,
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu,
         "megabytes": (peak_memory_bytes() - before) / 1e6,
         "two_files": 2 * max(shard.state.size_bytes for shard in contents.checkpoint.shards) / 1e6,
     }
+
+
+def run(contents: Contents, target: Path, workers: int) -> None:
+    """Convert."""
+    plan = plan_bf16(contents) if target.name == "plain" else plan_fp8(contents, SCALINGS[target.name])
+    convert(plan, target, workers, lambda count: None)
+
+
+def move(contents: Contents, target: Path, workers: int) -> None:
+    """Read every weight a strip at a time, and write it twice."""
+    target.mkdir()
+
+    def move_one(weight: Weight) -> None:
+        with (target / weight.name).open("wb") as stream:
+            for offset, strip in enumerate(strips(weight, rows := strip_rows([weight]))):
+                for half in range(2):
+                    write_exactly(stream.fileno(), strip.values, (2 * offset + half) * rows * row_bytes(weight))
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(move_one, contents.weights.values()))
 
 
 def in_a_process(source: Path, target: Path, workers: int) -> dict[str, Any]:
@@ -114,7 +140,7 @@ def main() -> None:
             for workers in (1, 2):
                 results = [in_a_process(root / source, root / target, workers) for _ in range(given.repeat)]
                 rows.append(row(name, workers, results))
-            if target == "plain" or target == "tensor":
+            if target in ("plain", "tensor", MOVED):
                 shutil.rmtree(root / target)
         print(table(rows))
 
