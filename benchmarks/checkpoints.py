@@ -4,9 +4,9 @@
 
 Makes a checkpoint of bf16 matrices in files of half a gigabyte, as large as a layer's of DeepSeek-R1, and converts it.
 Each conversion runs in a process of its own; the best of the repeats counts. One row converts nothing: it reads fp8 and
-writes twice as many bytes, which is what the kernel takes of a conversion to bf16. The rate is in bytes of input: by the
-clock, and by the CPU time of the process, which depends less on what else runs. Memory is what the process needs more
-at its peak than when torch and the kernels were loaded; the bar is two files and 200 MB.
+writes twice as many bytes, which is what the kernel takes of a conversion to bf16. The rate is in bytes of input: by
+the clock, and by the CPU time of the process, which depends less on what else runs. Memory is what the process needs
+more at its peak than when torch and the kernels were loaded; the bar is two files and 200 MB.
 """
 
 from __future__ import annotations
