@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from services.trainer.layout import cut_of, gather, global_name
 from services.trainer.model import PolicyModel
 from services.trainer.model_config import Experts, ModelConfig, ModelError
 
@@ -69,7 +70,7 @@ _TOP = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
 )
-_OUTPUT = (Rule("output_layer.weight", ("lm_head.weight",)),)
+_OUTPUT = "output_layer.weight"
 _NORMS = (
     _plain("input_layernorm.weight", "input_layernorm.weight"),
     _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
@@ -99,7 +100,8 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 def rules_of(model: ModelConfig) -> dict[str, Rule]:
     """The rules of all weights of a model, by global Megatron name."""
-    rules = [*_TOP, *(() if model.tied_embeddings else _OUTPUT)]
+    head = "model.embed_tokens.weight" if model.tied_embeddings else "lm_head.weight"
+    rules = [*_TOP, Rule(_OUTPUT, (head,))]
     for layer in range(model.layers):
         sparse = model.experts if layer >= model.dense_layers else None
         kinds = (*_NORMS, *_attention_rules(model), *(_expert_rules(sparse) if sparse else _DENSE))
@@ -155,16 +157,23 @@ def unshard(rule: Rule, parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def hf_tensors(module: PolicyModel, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its Hugging Face name, whole and detached; a view of the parameter where that is possible."""
+    """Every weight that this rank has a part of by its Hugging Face name, whole and detached.
+
+    A view of the parameter where that is possible. All ranks that share weights must go through it together. A head
+    that is the embedding, of which a last stage has a copy, comes from the first stage alone.
+    """
     rules = rules_of(model)
-    for name, parameter in weights_of(module):
-        rule = rules[name]
-        yield from zip(rule.hf, to_hf(rule, parameter.detach(), model), strict=True)
+    for name, weight in weights_of(module):
+        if name == _OUTPUT and model.tied_embeddings:
+            continue
+        rule, cut, part = rules[global_name(name, module.config)], cut_of(name, weight), weight.detach()
+        whole = part if cut is None else unshard(rule, gather(part, cut), cut.dim)
+        yield from zip(rule.hf, to_hf(rule, whole, model), strict=True)
 
 
 @torch.no_grad()
 def load_hf(module: PolicyModel, model: ModelConfig, checkpoint: Path) -> None:
-    """Fill a model from the safetensors of a Hugging Face checkpoint.
+    """Fill this rank's part of a model from the safetensors of a Hugging Face checkpoint, a parameter at a time.
 
     Raises:
         ModelError: A tensor is missing, unknown, or of another shape; the message names file and tensor.
@@ -172,15 +181,17 @@ def load_hf(module: PolicyModel, model: ModelConfig, checkpoint: Path) -> None:
     files = find_tensors(checkpoint)
     rules = rules_of(model)
     check_names(set(files), model, checkpoint)
-    for name, parameter in weights_of(module):
-        rule = rules[name]
+    for name, weight in weights_of(module):
+        rule, cut = rules[global_name(name, module.config)], cut_of(name, weight)
         full = to_megatron(rule, [_read(files[one], one) for one in rule.hf], model)
-        if full.shape != parameter.shape:
+        expected = list(weight.shape)
+        if cut is not None:
+            expected[cut.dim] *= cut.size
+        if list(full.shape) != expected:
             raise ModelError(
-                f"{files[rule.hf[0]]}: {', '.join(rule.hf)} make {tuple(full.shape)}, but config.json says "
-                f"{tuple(parameter.shape)}"
+                f"{files[rule.hf[0]]}: {', '.join(rule.hf)} make {list(full.shape)}, but config.json says {expected}"
             )
-        parameter.copy_(full)
+        weight.copy_(full if cut is None else shard(rule, full, cut.dim, cut.rank, cut.size))
 
 
 def check_names(found: set[str], model: ModelConfig, checkpoint: Path) -> None:

@@ -104,6 +104,7 @@ def _make_cuda_view() -> types.ModuleType:
     view.default_generators = {CPU: torch.default_generator}
     view.get_rng_state = lambda *_, **__: torch.get_rng_state()
     view.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    view.random = types.SimpleNamespace(get_rng_state=view.get_rng_state, set_rng_state=view.set_rng_state)
     view.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     return view
 

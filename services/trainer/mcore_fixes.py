@@ -8,7 +8,10 @@ parameter's moments, where Apex and Transformer Engine keep one number for each 
 3. loading gives all parameters the same step tensor, so that every optimizer step then counts once per parameter and
    the bias correction is silently wrong;
 4. a checkpoint that is written in this process still starts a helper process, to hold a queue between processes;
-5. the norm of the gradients waits for the device once for each parameter, and clipping copies every gradient.
+5. the norm of the gradients waits for the device once for each parameter, and clipping copies every gradient;
+6. with tensor parallelism, latent attention with column-parallel down-projections loses the other ranks' part of the
+   gradient of the keys' rotary part, which every rank has whole: gathering them splits in the backward pass, and does
+   not add.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ from megatron.core import utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 _load_state_dict = DistributedOptimizer.load_state_dict
@@ -69,3 +77,17 @@ def give_initial_state(optimizer: torch.optim.Optimizer, fused: bool) -> None:
             zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             step = torch.zeros((), device=parameter.device if fused else "cpu")
             optimizer.state[parameter] = {"step": step, **zeros}
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Repair 6: keys and values come as from a projection that is not cut, each rank with its part of the sequence.
+
+    Megatron then gathers the rotary part along the sequence, which adds in the backward pass. Needs sequence
+    parallelism where there is tensor parallelism.
+    """
+
+    def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys_values = super()._qkv_down_projection(hidden_states)
+        if keys_values.shape[-1] != self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            keys_values = scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(keys_values))
+        return queries, keys_values

@@ -44,11 +44,15 @@ with warnings.catch_warnings():
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+        get_transformer_layer_offset,
+    )
 
 from services.trainer import mcore_fixes  # noqa: E402  it imports megatron-core
 
@@ -63,7 +67,6 @@ __all__ = [
     "GPTModel",
     "IdentityOp",
     "LocalSpecProvider",
-    "MLASelfAttention",
     "MLASelfAttentionSubmodules",
     "MLATransformerConfig",
     "MLPSubmodules",
@@ -87,23 +90,35 @@ __all__ = [
     "get_forward_backward_func",
     "get_megatron_optimizer",
     "get_moe_module_spec_for_backend",
+    "get_num_layers_to_build",
+    "get_transformer_layer_offset",
     "parallel_state",
 ]
 
 
 def initialize(seed: int) -> None:
-    """Open the process group and Megatron's groups in it, and seed the random state.
+    """Open the process group of one rank, which meets itself in memory, and Megatron's groups in it.
 
-    One rank meets itself in memory. Call once, in the thread that trains; `destroy` undoes it.
+    Call once, in the thread that trains; `destroy` undoes it.
+    """
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(BACKEND, store=store, rank=0, world_size=1)
+    open_groups(seed)
+
+
+def open_groups(seed: int, **sizes: int) -> None:
+    """Open Megatron's groups in the process group, and seed the random state.
+
+    Args:
+        seed: Of the random states.
+        sizes: Of the groups, by Megatron's names; 1 where nothing is said.
     """
     if not ON_CUDA:
         mcore_cpu.adopt_modules()
     else:
         torch.cuda.set_device(0)  # of those that the process sees; NCCL would guess otherwise
     mcore_fixes.install()
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(BACKEND, store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)  # pyright: ignore[reportArgumentType]
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.trainer.attention import CoreAttention, RotarySelfAttention
+from services.trainer.layout import Layout
+from services.trainer.mcore_fixes import LatentSelfAttention
 from services.trainer.megatron import (
     DEVICE,
     HAVE_TE,
@@ -20,7 +22,6 @@ from services.trainer.megatron import (
     GPTModel,
     IdentityOp,
     LocalSpecProvider,
-    MLASelfAttention,
     MLASelfAttentionSubmodules,
     MLATransformerConfig,
     MLPSubmodules,
@@ -34,9 +35,15 @@ from services.trainer.megatron import (
     TransformerLayerSubmodules,
     get_bias_dropout_add,
     get_moe_module_spec_for_backend,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+    parallel_state,
 )
 from services.trainer.model_config import Experts, LatentAttention, ModelConfig, Rope
 
+ONE_RANK = Layout()
+DISPATCHER = "alltoall"
+"""Megatron's other one forbids variable lengths, without experts too."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -75,7 +82,7 @@ class PolicyModel(GPTModel):
         return hidden, (angles.cos().to(dtype), angles.sin().to(dtype)), *rest
 
 
-def transformer_config(model: ModelConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(model: ModelConfig, dtype: torch.dtype, layout: Layout) -> TransformerConfig:
     """Megatron's configuration of a model. Gradients add up over micro-batches and ranks, undivided."""
     kind = MLATransformerConfig if model.latent else TransformerConfig
     return kind(
@@ -106,6 +113,12 @@ def transformer_config(model: ModelConfig, dtype: torch.dtype) -> TransformerCon
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        sequence_parallel=layout.tensor > 1,
+        variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type=DISPATCHER,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        **layout.sizes,
         **(_latent_options(model.latent, model.rope) if model.latent else {}),
         **(_expert_options(model.experts, model.layers) if model.experts else {}),
     )
@@ -160,7 +173,6 @@ def _expert_options(experts: Experts, layers: int) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
     }
@@ -200,7 +212,7 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
 
 def _latent_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=LatentSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
@@ -216,16 +228,26 @@ def _latent_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     )
 
 
-def build_model(model: ModelConfig, dtype: torch.dtype) -> PolicyModel:
-    """The model with uninitialised weights, on the device. Megatron must be initialised."""
-    config = transformer_config(model, dtype)
-    specs = [_layer_spec(config, experts=layer >= model.dense_layers) for layer in range(model.layers)]
+def build_model(model: ModelConfig, dtype: torch.dtype, layout: Layout = ONE_RANK) -> PolicyModel:
+    """This rank's part of the model with uninitialised weights, on the device. Megatron must be initialised.
+
+    Args:
+        model: The whole model.
+        dtype: Of parameters and activations.
+        layout: That Megatron's groups were opened with.
+    """
+    config = transformer_config(model, dtype, layout)
+    first = get_transformer_layer_offset(config)
+    layers = range(first, first + get_num_layers_to_build(config))
+    specs = [_layer_spec(config, experts=layer >= model.dense_layers) for layer in layers]
     block: Any = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return PolicyModel(
         config,
         block,
         vocab_size=model.vocabulary,
         max_sequence_length=model.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope.theta,

@@ -1,0 +1,90 @@
+"""How a model lies over ranks: which part of a weight a rank holds, and under which name.
+
+Megatron's groups, in its default order from neighbours outwards: tensor, context, expert, data, pipeline.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.trainer.megatron import TransformerConfig, get_transformer_layer_offset, parallel_state
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parallel groups; what is left of the world is data-parallel."""
+
+    tensor: int = 1
+    """Ranks that share every matrix; they share the sequence too."""
+    pipeline: int = 1
+    """Stages of layers."""
+    context: int = 1
+    """Ranks that share a sequence inside attention."""
+    expert: int = 1
+    """Ranks that share the experts of a layer."""
+    expert_tensor: int = 1
+    """Ranks that share the matrices of an expert."""
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    """Where stages are not alike; the others share the rest evenly."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By Megatron's names, for its groups and its configuration alike."""
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a weight is cut over tensor-parallel ranks."""
+
+    dim: int
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+def global_name(name: str, config: TransformerConfig) -> str:
+    """The name of a weight of this rank with the layer and expert numbers of the whole model."""
+    layer_offset = get_transformer_layer_offset(config)
+    name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + layer_offset}.", name)
+    if config.num_moe_experts is None:
+        return name
+    local = config.num_moe_experts // config.expert_model_parallel_size
+    expert_offset = parallel_state.get_expert_model_parallel_rank() * local
+    return _EXPERT.sub(lambda found: f".local_experts.{int(found[1]) + expert_offset}.", name)
+
+
+def cut_of(name: str, weight: Tensor) -> Cut | None:
+    """How a weight of this rank is cut; None if it is whole here."""
+    if not getattr(weight, "tensor_model_parallel", False):
+        return None
+    if _EXPERT.search(name):
+        group: Any = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return None
+    return Cut(getattr(weight, "partition_dim"), group.rank(), group.size(), group)  # noqa: B009  Megatron adds it
+
+
+def gather(part: Tensor, cut: Cut) -> list[Tensor]:
+    """The parts of all ranks that share a weight, in order; all of them must call it."""
+    parts = [torch.empty_like(part) for _ in range(cut.size)]
+    dist.all_gather(parts, part.contiguous(), group=cut.group)
+    return parts

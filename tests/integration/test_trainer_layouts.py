@@ -1,0 +1,73 @@
+"""Models over several processes on gloo: Hugging Face to Megatron and back bit for bit, and the same logits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_models import save_model
+from tests.trainer_layouts import LOGITS, sequence
+
+pytestmark = pytest.mark.stack
+
+ROOT = Path(__file__).resolve().parents[2]
+DENSE, SPARSE = ("qwen3", "qwen2"), ("qwen3_moe", "deepseek_v3", "glm4_moe")
+TWO: dict[str, tuple[dict[str, int], ...]] = {
+    **dict.fromkeys(DENSE, ({"tensor": 2}, {"pipeline": 2})),
+    **dict.fromkeys(
+        SPARSE,
+        (
+            {"expert": 2},
+            {"expert": 2, "tensor": 2},
+            {"tensor": 2, "expert_tensor": 2},
+            {"pipeline": 2, "last_stage_layers": 1},
+        ),
+    ),
+}
+FOUR: dict[str, tuple[dict[str, int], ...]] = {
+    **dict.fromkeys(DENSE, ({"tensor": 2, "pipeline": 2},)),
+    **dict.fromkeys(SPARSE, ({"tensor": 2, "pipeline": 2, "expert": 2, "last_stage_layers": 1}, {"expert": 4})),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family, each with the logits of Hugging Face's model."""
+    paths = {family: tmp_path_factory.mktemp(family) for family in (*DENSE, *SPARSE)}
+    for family, path in paths.items():
+        hf = save_model(path, family, seed=3, tied=family == "qwen3")
+        with torch.no_grad():
+            torch.save(hf(sequence()).logits, path / LOGITS)
+    return paths
+
+
+@pytest.mark.parametrize(("world", "layouts"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
+def test_weights_and_logits_do_not_depend_on_the_layout(
+    checkpoints: dict[str, Path], world: int, layouts: dict[str, Any], tmp_path: Path
+) -> None:
+    cases = [(str(checkpoints[family]), sizes) for family, all_sizes in layouts.items() for sizes in all_sizes]
+    command = [sys.executable, "-m", "tests.trainer_layouts"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(tmp_path / "store"), json.dumps(cases)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        ended = [(*rank.communicate(timeout=240), rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for output, errors, code in ended:
+        assert code == 0, f"{output}\n{errors[-3000:]}"
+    assert ended[0][0].count("equal:") == len(cases)
