@@ -1,4 +1,4 @@
-"""One rank of several on gloo: models in many layouts against the checkpoint and the logits of one process.
+"""One rank of several on gloo: models in many layouts against the checkpoint, the logits and the steps of one process.
 
     python -m tests.trainer_layouts RANK WORLD STORE_FILE CASES
 
@@ -8,7 +8,9 @@ CASES is JSON: [[checkpoint, sizes of the layout], ...]. Ends with an error if a
 from __future__ import annotations
 
 import json
+import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,13 @@ from services.trainer.layout import Layout
 from services.trainer.megatron import DEVICE, get_forward_backward_func, parallel_state
 from services.trainer.model import PolicyModel, build_model
 from services.trainer.model_config import read_config
+from services.trainer.step import Learner
 from tests.tiny_models import VOCABULARY
+from tests.trainer_cases import make_batch, make_samples, make_spec
 
 TOKENS = 48
+TOLERANCE = 1e-5
+"""Of norms of gradients, and of losses, whose terms are about 1 and cancel in part."""
 LOGITS = "logits.pt"
 """In the folder of a checkpoint: what Hugging Face's model makes of `sequence`, [1, TOKENS, vocabulary]."""
 
@@ -49,6 +55,37 @@ def check(checkpoint: Path, layout: Layout) -> None:
     if (logits := logits_of(module)) is not None:
         gap = float((logits - torch.load(checkpoint / LOGITS)).abs().max())
         assert gap <= 1e-5, f"logits in {layout} are {gap:.1e} apart"
+
+
+def train(checkpoint: Path, layout: Layout) -> list[tuple[float, float]]:
+    """Loss and norm of the gradients of three optimizer steps, each on four packs that data-parallel ranks share."""
+    spec = make_spec(checkpoint, optimizer={"lr": 1e-3}, trainer={"dtype": "float32"})
+    learner = Learner(spec, read_config(checkpoint), layout)
+    learner.load_initial_weights()
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    speaks = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    found = []
+    for number in range(3):
+        samples = make_samples(8, seed=number)
+        batch = make_batch(samples, number, [[0, 1], [2], [3, 4, 5], [6, 7]])
+        packs = learner._packs_by_step(batch, samples)[0][replica::replicas]
+        old = iter([pack.rollout_log_probs for pack in packs])
+        learner.optimizer.zero_gradients()
+        sums = learner._run(packs, partial(learner._train_step, old), forward_only=False)
+        loss = torch.tensor(sum(float(one["train/loss"]) for one in sums) if speaks else 0.0, dtype=torch.float64)
+        dist.all_reduce(loss)
+        found.append((float(loss), learner.optimizer.step(number).grad_norm))
+    return found
+
+
+def check_steps(checkpoint: Path, layout: Layout) -> None:
+    """Against what one process wrote; one process writes it."""
+    found, file = train(checkpoint, layout), checkpoint / "steps.json"
+    if dist.get_world_size() == 1:
+        file.write_text(json.dumps(found))
+    for step, (ours, theirs) in enumerate(zip(found, json.loads(file.read_text()), strict=True)):
+        for name, one, other in zip(("loss", "gradient norm"), ours, theirs, strict=True):
+            assert math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE), f"{name} {step}: {one} for {other}"
 
 
 @torch.no_grad()
@@ -86,6 +123,7 @@ def main() -> None:
         layout = Layout(**sizes)
         megatron.open_groups(1, **layout.sizes)
         check(Path(checkpoint), layout)
+        check_steps(Path(checkpoint), layout)
         parallel_state.destroy_model_parallel()
         if rank == 0:
             print("equal:", Path(checkpoint).name, sizes, flush=True)

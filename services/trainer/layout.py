@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.trainer.log_probs import WHOLE, Part
 from services.trainer.megatron import TransformerConfig, get_transformer_layer_offset, parallel_state
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -88,3 +89,9 @@ def gather(part: Tensor, cut: Cut) -> list[Tensor]:
     parts = [torch.empty_like(part) for _ in range(cut.size)]
     dist.all_gather(parts, part.contiguous(), group=cut.group)
     return parts
+
+
+def vocabulary_part(rows: int) -> Part:
+    """Which part of the vocabulary the output layer of this rank has, by the number of its rows."""
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    return Part(rows * group.rank(), group) if group.size() > 1 else WHOLE

@@ -15,13 +15,17 @@ def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     return logits.float() / temperature
 
 
-def token_log_probs(scaled: Tensor, targets: Tensor, normalizers: Tensor) -> Tensor:
-    """`[R]` log-probability of each target under `[R, V]` scaled logits, whose log-sum-exp `normalizers` is."""
-    return scaled.gather(1, targets[:, None])[:, 0] - normalizers
+def of_targets(scaled: Tensor, targets: Tensor) -> Tensor:
+    """`[R]` scaled logit of each target, which counts from the first of the V; 0 where it is none of them."""
+    inside = (targets >= 0) & (targets < scaled.shape[1])
+    return scaled.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
 
 
 def entropy(scaled: Tensor, normalizers: Tensor) -> Tensor:
-    """`[R]` entropy in nats of the distributions of `[R, V]` scaled logits, whose log-sum-exp `normalizers` is."""
+    """`[R]` entropy in nats of the distributions of `[R, V]` scaled logits with log-sum-exp `normalizers`.
+
+    If V is a part of the vocabulary and the normalizers are those of all of it: what this part adds.
+    """
     log_probs = scaled - normalizers[:, None]
     return -(log_probs.exp() * log_probs).sum(1)
 

@@ -38,6 +38,7 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -85,6 +86,7 @@ __all__ = [
     "TransformerLayerSubmodules",
     "dist_checkpointing",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_bias_dropout_add",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",

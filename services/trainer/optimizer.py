@@ -60,7 +60,8 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         self.megatron: Any = get_megatron_optimizer(config, [self.ddp])
-        give_initial_state(self.megatron.optimizer, fused=ON_CUDA)
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):  # experts may have one of their own
+            give_initial_state(part.optimizer, fused=ON_CUDA)
         module.config.finalize_model_grads_func = _sum_gradients
 
     def reload(self) -> None:

@@ -42,8 +42,18 @@ class Pack:
     """`[R]` float32, as the engine reported them."""
 
 
-def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Sequence[Sample], device: torch.device) -> Pack:
-    """Pack one micro-batch; `samples` are those of the whole batch, by row."""
+def make_pack(
+    batch: Batch, micro_batch: MicroBatch, samples: Sequence[Sample], device: torch.device, multiple: int = 1
+) -> Pack:
+    """Pack one micro-batch.
+
+    Args:
+        batch: The whole batch.
+        micro_batch: Which rows.
+        samples: Of the whole batch, by row.
+        device: Of the tensors.
+        multiple: T is one of this; what is missing is filled by a segment of its own, that nothing looks at.
+    """
     mine = [samples[row] for row in micro_batch.rows]
     rows = [batch.rows[row] for row in micro_batch.rows]
     lengths = tuple(len(one.prompt) + max(len(one.response) - 1, 0) for one in mine)
@@ -58,6 +68,8 @@ def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Sequence[Sample], 
     weight = torch.tensor([1.0 / (row.loss_denominator * rollouts) for row in rows])
     advantage = torch.tensor([row.advantage for row in rows])
     tokens = _chain((*one.prompt, *one.response)[:length] for one, length in zip(mine, lengths, strict=True))
+    if missing := -len(tokens) % multiple:
+        tokens, lengths = [*tokens, *[0] * missing], (*lengths, missing)
     return Pack(
         tokens=torch.tensor([tokens]).to(device),
         position_ids=torch.tensor([_chain(map(range, lengths))]).to(device),

@@ -14,9 +14,10 @@ from torch import Tensor
 from services.common.spec import RunSpec
 from services.trainer import hf_mapping, loss
 from services.trainer.batch import Batch, Sample
+from services.trainer.layout import Layout, vocabulary_part
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
-from services.trainer.megatron import DEVICE, get_forward_backward_func
-from services.trainer.model import DTYPES, PolicyModel, build_model
+from services.trainer.megatron import DEVICE, gather_from_sequence_parallel_region, get_forward_backward_func
+from services.trainer.model import DTYPES, ONE_RANK, PolicyModel, build_model
 from services.trainer.model_config import ModelConfig
 from services.trainer.optimizer import Optimizer, learning_rate
 from services.trainer.packing import Pack, make_pack
@@ -27,9 +28,10 @@ Metrics = dict[str, float]
 class Learner:
     """The model, its optimizer, and how one batch changes them. Lives in one thread, after `megatron.initialize`."""
 
-    def __init__(self, spec: RunSpec, model: ModelConfig) -> None:
+    def __init__(self, spec: RunSpec, model: ModelConfig, layout: Layout = ONE_RANK) -> None:
         self.model = model
-        self.module: PolicyModel = build_model(model, DTYPES[spec.trainer.dtype])
+        self.layout = layout
+        self.module: PolicyModel = build_model(model, DTYPES[spec.trainer.dtype], layout)
         self.optimizer = Optimizer(self.module, spec.optimizer)
         self._spec = spec
 
@@ -63,7 +65,7 @@ class Learner:
         _check_tokens(samples, self.model.vocabulary)
         steps: list[list[Pack]] = [[] for _ in range(batch.optimizer_steps)]
         for micro_batch in batch.micro_batches:
-            steps[micro_batch.optimizer_step].append(make_pack(batch, micro_batch, samples, DEVICE))
+            steps[micro_batch.optimizer_step].append(make_pack(batch, micro_batch, samples, DEVICE, self.layout.tensor))
         return steps
 
     @torch.no_grad()
@@ -118,11 +120,13 @@ class Learner:
         context: tuple[Pack, Any],
         **_: Any,
     ) -> Any:
-        """Megatron's hook after the last layer; `hidden_states` are `[T, 1, hidden]`."""
+        """Megatron's hook after the last layer; `hidden_states` are `[T, 1, hidden]`, or this rank's part of T."""
         pack, score = context
         weight = output_layer.weight if output_weight is None else output_weight
+        if self.layout.tensor > 1:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states)
         hidden = hidden_states.squeeze(1).index_select(0, pack.places)
-        return score(hidden, weight, pack.targets, self._spec.rollout.temperature)
+        return score(hidden, weight, pack.targets, self._spec.rollout.temperature, vocabulary_part(weight.shape[0]))
 
     def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
         return torch.stack(self._forward(model, next(packs), token_log_probs_and_entropy)), None

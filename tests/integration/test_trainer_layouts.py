@@ -1,4 +1,5 @@
-"""Models over several processes on gloo: Hugging Face to Megatron and back bit for bit, and the same logits."""
+"""Models over several processes on gloo: Hugging Face to Megatron and back bit for bit, the same logits, and the same
+losses and gradients as in one process."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ pytestmark = pytest.mark.stack
 ROOT = Path(__file__).resolve().parents[2]
 DENSE, SPARSE = ("qwen3", "qwen2"), ("qwen3_moe", "deepseek_v3", "glm4_moe")
 TWO: dict[str, tuple[dict[str, int], ...]] = {
-    **dict.fromkeys(DENSE, ({"tensor": 2}, {"pipeline": 2})),
+    **dict.fromkeys(DENSE, ({}, {"tensor": 2}, {"pipeline": 2})),
     **dict.fromkeys(
         SPARSE,
         (
+            {},
             {"expert": 2},
             {"expert": 2, "tensor": 2},
             {"tensor": 2, "expert_tensor": 2},
@@ -38,12 +40,13 @@ FOUR: dict[str, tuple[dict[str, int], ...]] = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By family, each with the logits of Hugging Face's model."""
+    """By family, each with the logits of Hugging Face's model, and the steps of one process."""
     paths = {family: tmp_path_factory.mktemp(family) for family in (*DENSE, *SPARSE)}
     for family, path in paths.items():
         hf = save_model(path, family, seed=3, tied=family == "qwen3")
         with torch.no_grad():
             torch.save(hf(sequence()).logits, path / LOGITS)
+    run_ranks(1, [(str(path), {}) for path in paths.values()], tmp_path_factory.mktemp("one"))
     return paths
 
 
@@ -51,11 +54,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_weights_and_logits_do_not_depend_on_the_layout(
     checkpoints: dict[str, Path], world: int, layouts: dict[str, Any], tmp_path: Path
 ) -> None:
-    cases = [(str(checkpoints[family]), sizes) for family, all_sizes in layouts.items() for sizes in all_sizes]
+    run_ranks(
+        world, [(str(checkpoints[family]), sizes) for family, several in layouts.items() for sizes in several], tmp_path
+    )
+
+
+def run_ranks(world: int, cases: list[tuple[str, dict[str, int]]], folder: Path) -> None:
+    """All cases in one launch. Fails if a rank does."""
     command = [sys.executable, "-m", "tests.trainer_layouts"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(tmp_path / "store"), json.dumps(cases)],
+            [*command, str(rank), str(world), str(folder / "store"), json.dumps(cases)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -149,3 +149,15 @@ def test_heads_are_normalised_before_they_are_rotated() -> None:
         plain = mixed.view(5, 1, 3, 8)[:, :, row : row + 1]
         normed = plain / (plain.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
         assert (found - rotate(normed, angles.cos(), angles.sin())).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4, 16])
+def test_a_pack_is_filled_up_by_a_segment_that_nothing_looks_at(multiple: int) -> None:
+    samples = make_samples(3, seed=1)
+    batch = make_batch(samples, 0, [range(3)])
+    plain = make_pack(batch, batch.micro_batches[0], samples, torch.device("cpu"))
+    filled = make_pack(batch, batch.micro_batches[0], samples, torch.device("cpu"), multiple)
+    missing = -plain.tokens.shape[1] % multiple
+    assert filled.tokens[0].tolist() == plain.tokens[0].tolist() + [0] * missing
+    assert filled.segments.lengths == plain.segments.lengths + ((missing,) if missing else ())
+    assert torch.equal(filled.places, plain.places) and torch.equal(filled.weights, plain.weights)
