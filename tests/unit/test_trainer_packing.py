@@ -153,10 +153,10 @@ def test_heads_are_normalised_before_they_are_rotated() -> None:
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 16])
 def test_a_pack_is_filled_up_by_a_segment_that_nothing_looks_at(multiple: int) -> None:
-    samples = make_samples(3, seed=1)
-    batch = make_batch(samples, 0, [range(3)])
-    plain = make_pack(batch, batch.micro_batches[0], samples, torch.device("cpu"))
-    filled = make_pack(batch, batch.micro_batches[0], samples, torch.device("cpu"), multiple)
+    samples = [Sample((1,) * n, (2,) * n, (0.0,) * n, (1,) * n) for n in (1, 3, 4)]
+    batch = make_batch([Row(1.0, 1)] * 3, (3,), MicroBatch(0, (0, 1, 2)))
+    plain = make_pack(batch, batch.micro_batches[0], samples, CPU)
+    filled = make_pack(batch, batch.micro_batches[0], samples, CPU, multiple)
     missing = -plain.tokens.shape[1] % multiple
     assert filled.tokens[0].tolist() == plain.tokens[0].tolist() + [0] * missing
     assert filled.segments.lengths == plain.segments.lengths + ((missing,) if missing else ())
