@@ -13,6 +13,9 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 @contextmanager
 def loading() -> Iterator[None]:
     """For imports in the main thread, which an exception at any line could leave half done."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
+        yield
+        return
     before = signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     try:
         yield

