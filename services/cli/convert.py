@@ -73,7 +73,7 @@ def _convert(source: Path, target: Path, workers: int, make_plan: Callable[[Cont
         with loading():
             import torch  # here, because only these commands need it
 
-            from services.weight_sync.checkpoints.convert import check_target, convert, is_complete, left_bytes
+            from services.weight_sync.checkpoints.convert import convert, is_complete, left_bytes
             from services.weight_sync.checkpoints.weights import open_directory
     except ModuleNotFoundError as error:
         refuse(f"flotilla convert needs {error.name}; install it with `pip install {error.name}`")
@@ -84,7 +84,6 @@ def _convert(source: Path, target: Path, workers: int, make_plan: Callable[[Cont
         if is_complete(plan, target):
             typer.echo(f"{target} is complete already")
             return
-        check_target(plan, target)
         total = sum(shard.read_bytes for shard in plan.shards)
         with byte_progress("converting", total, done=total - left_bytes(plan, target)) as advance:
             convert(plan, target, workers, advance)

@@ -1,6 +1,6 @@
 """How a model lies over ranks: which part of a weight a rank holds, and under which name.
 
-Megatron's groups, in its default order from neighbours outwards: tensor, context, expert, data, pipeline.
+Megatron's groups, in its default order from neighbours outwards: tensor, expert, data, pipeline.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class Layout:
     """Ranks that share every matrix; they share the sequence too."""
     pipeline: int = 1
     """Stages of layers."""
-    context: int = 1
-    """Ranks that share a sequence inside attention."""
     expert: int = 1
     """Ranks that share the experts of a layer."""
     expert_tensor: int = 1
@@ -44,7 +42,6 @@ class Layout:
         return {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
-            "context_parallel_size": self.context,
             "expert_model_parallel_size": self.expert,
             "expert_tensor_parallel_size": self.expert_tensor,
         }

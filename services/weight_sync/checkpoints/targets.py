@@ -33,19 +33,14 @@ def choose_targets(contents: Contents, scaling: Scaling) -> Targets:
     """What the family's table names, less what the source's config excludes and what vLLM could not load.
 
     Raises:
-        CheckpointError: The family is not known.
+        CheckpointError: The family is not known, experts are not one matrix each, or nothing would become fp8.
     """
+    _refuse_fused_experts(contents)
     matrices = {
         name.removesuffix(WEIGHT): weight.entry
         for name, weight in contents.weights.items()
         if name.endswith(WEIGHT) and len(weight.entry.shape) == 2
     }
-    for name, weight in contents.weights.items():
-        if FUSED_EXPERTS.search(name):
-            raise CheckpointError(
-                f"{weight.entry.file}: {name} {list(weight.entry.shape)} holds all experts of a layer; understood is "
-                "one matrix for each, as experts.0.up_proj.weight"
-            )
     shapes = {name: (entry.shape[0], entry.shape[1]) for name, entry in matrices.items()}
     excluded = {
         name for name, entry in matrices.items() if not _is_quantisable(entry) or _is_left_plain(name, contents)
@@ -67,6 +62,15 @@ def choose_targets(contents: Contents, scaling: Scaling) -> Targets:
     return Targets(
         frozenset(name + WEIGHT for name in quantised), tuple(plain_modules(matrices, quantised)), tuple(left_out)
     )
+
+
+def _refuse_fused_experts(contents: Contents) -> None:
+    for name, weight in contents.weights.items():
+        if FUSED_EXPERTS.search(name):
+            raise CheckpointError(
+                f"{weight.entry.file}: {name} {list(weight.entry.shape)} holds all experts of a layer; understood is "
+                "one matrix for each, as experts.0.up_proj.weight"
+            )
 
 
 def _is_quantisable(entry: Entry) -> bool:
