@@ -29,6 +29,7 @@ from services.common.spec import RunSpec
 from services.trainer import megatron
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
 from services.trainer.model_config import read_config
+from services.trainer.report import Report
 from services.trainer.step import Learner
 
 MODEL = QWEN3["0.6b"]
@@ -82,7 +83,7 @@ class Steps:
         self.learner = learner
         self.batch, self.samples = make_batch(lengths)
         self.packs = learner._packs_by_step(self.batch, self.samples)[0]
-        self.old, _ = learner._observe(self.packs, 1)
+        self.old = learner._observe(self.packs, Report())
 
     def step(self) -> dict[str, float]:
         """One step. Milliseconds on the device of its parts, and of the host to enqueue forward and backward."""
@@ -144,7 +145,7 @@ def measure(learner: Learner, name: str, count: int, base_bytes: int) -> dict[st
         "mfu_percent": 100 * flops / row["step_ms"] * 1e3 / PEAK_FLOPS,
         "peak_gb": peak / 1e9,
         **row,
-        "observe_ms": wall_ms(lambda: learner._observe(steps.packs, 1), count),
+        "observe_ms": wall_ms(lambda: learner._observe(steps.packs, Report()), count),
         "train_ms": wall_ms(lambda: learner.train(steps.batch, steps.samples), count),
         "first_s": first_s,
     }

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common.spec import RunSpec
-from services.trainer.batch import Batch, MicroBatch, Row, Sample
+from services.trainer.batch import Batch, MicroBatch, Row, Sample, Samples
+from services.trainer.report import Metrics, train_metrics
+from services.trainer.step import Learner
 from tests.tiny_models import VOCABULARY
 
 
-def make_spec(model: Path, run_dir: Path = Path("run"), **sections: dict[str, Any]) -> RunSpec:
+def make_spec(model: Path, run_dir: Path = Path("run"), ranks: int = 1, **sections: dict[str, Any]) -> RunSpec:
     """A run spec with every section at its default but for what is given."""
     table: dict[str, Any] = {
         "run_id": "test",
@@ -21,10 +23,23 @@ def make_spec(model: Path, run_dir: Path = Path("run"), **sections: dict[str, An
         "data": {"prompt_data": "prompts.jsonl", "max_prompt_tokens": 64},
         "rollout": {"num_rollout": 4, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "max_response_tokens": 64},
         "trainer": {"dtype": "float32"},
+        "services": endpoints(ranks),
     }
     for name, section in sections.items():
         table[name] = {**table.get(name, {}), **section}
     return RunSpec.model_validate(table)
+
+
+def endpoints(ranks: int) -> dict[str, Any]:
+    """Of trainers and agents; the ports are not used."""
+    trainers = [{"grpc_port": 8000 + rank, "http_port": 8100 + rank} for rank in range(ranks)]
+    agents = [{"grpc_port": 8200 + rank, "http_port": 8300 + rank} for rank in range(ranks)]
+    return {"trainer": trainers[0], "trainer_ranks": trainers[1:], "weight_agents": agents}
+
+
+def train(learner: Learner, batch: Batch, samples: Samples) -> Metrics:
+    """Train one process alone on a batch."""
+    return train_metrics([learner.train(batch, samples)])
 
 
 def make_samples(count: int, seed: int, longest: int = 24) -> list[Sample]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from services.common.spec import ParallelSpec
 from services.trainer import megatron
 from services.trainer.hf_mapping import hf_tensors, load_hf
-from services.trainer.layout import Layout
 from services.trainer.megatron import DEVICE, get_forward_backward_func, parallel_state
 from services.trainer.model import PolicyModel, build_model
 from services.trainer.model_config import read_config
@@ -40,47 +40,43 @@ def sequence() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def check(checkpoint: Path, layout: Layout) -> None:
+def check(checkpoint: Path, parallel: ParallelSpec) -> None:
     """Load, compare every tensor bit for bit, and the logits."""
     model = read_config(checkpoint)
-    module = build_model(model, torch.float32, layout)
+    module = build_model(model, torch.float32, parallel)
     load_hf(module, model, checkpoint)
     original = load_file(checkpoint / "model.safetensors")
     mine = {name: tensor.clone() for name, tensor in hf_tensors(module, model)}
     for name, tensor in mine.items():
-        assert torch.equal(tensor, original[name]), f"{name} in {layout}"
+        assert torch.equal(tensor, original[name]), f"{name} in {parallel}"
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, set(mine))
-    assert set().union(*everywhere) == set(original), f"{layout}: tensors that no rank has"
+    assert set().union(*everywhere) == set(original), f"{parallel}: tensors that no rank has"
     if (logits := logits_of(module)) is not None:
         gap = float((logits - torch.load(checkpoint / LOGITS)).abs().max())
-        assert gap <= 1e-5, f"logits in {layout} are {gap:.1e} apart"
+        assert gap <= 1e-5, f"logits in {parallel} are {gap:.1e} apart"
 
 
-def train(checkpoint: Path, layout: Layout) -> list[tuple[float, float]]:
+def train(checkpoint: Path, parallel: ParallelSpec) -> list[tuple[float, float]]:
     """Loss and norm of the gradients of three optimizer steps, each on four packs that data-parallel ranks share."""
-    spec = make_spec(checkpoint, optimizer={"lr": 1e-3}, trainer={"dtype": "float32"})
-    learner = Learner(spec, read_config(checkpoint), layout)
+    spec = make_spec(checkpoint, optimizer={"lr": 1e-3}, parallel=parallel.model_dump(), ranks=dist.get_world_size())
+    learner = Learner(spec, read_config(checkpoint))
     learner.load_initial_weights()
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    speaks = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
     found = []
     for number in range(3):
         samples = make_samples(8, seed=number)
         batch = make_batch(samples, number, [[0, 1], [2], [3, 4, 5], [6, 7]])
-        packs = learner._packs_by_step(batch, samples)[0][replica::replicas]
-        old = iter([pack.rollout_log_probs for pack in packs])
-        learner.optimizer.zero_gradients()
-        sums = learner._run(packs, partial(learner._train_step, old), forward_only=False)
-        loss = torch.tensor(sum(float(one["train/loss"]) for one in sums) if speaks else 0.0, dtype=torch.float64)
+        report = learner.train(replace(batch, micro_batches=batch.micro_batches[replica::replicas]), samples)
+        loss = torch.tensor(report.loss, dtype=torch.float64)
         dist.all_reduce(loss)
-        found.append((float(loss), learner.optimizer.step(number).grad_norm))
+        found.append((float(loss), report.grad_norms[0]))
     return found
 
 
-def check_steps(checkpoint: Path, layout: Layout) -> None:
+def check_steps(checkpoint: Path, parallel: ParallelSpec) -> None:
     """Against what one process wrote; one process writes it."""
-    found, file = train(checkpoint, layout), checkpoint / "steps.json"
+    found, file = train(checkpoint, parallel), checkpoint / "steps.json"
     if dist.get_world_size() == 1:
         file.write_text(json.dumps(found))
     for step, (ours, theirs) in enumerate(zip(found, json.loads(file.read_text()), strict=True)):
@@ -120,10 +116,10 @@ def main() -> None:
     file_store = dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world)
     for checkpoint, sizes in cases:
-        layout = Layout(**sizes)
-        megatron.open_groups(1, **layout.sizes)
-        check(Path(checkpoint), layout)
-        check_steps(Path(checkpoint), layout)
+        parallel = ParallelSpec(**sizes)
+        megatron.open_groups(1, parallel)
+        check(Path(checkpoint), parallel)
+        check_steps(Path(checkpoint), parallel)
         parallel_state.destroy_model_parallel()
         if rank == 0:
             print("equal:", Path(checkpoint).name, sizes, flush=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 ENV_PREFIX = "FLOTILLA__"
-LAYOUT_SECTIONS = {"run_dir", "services", "redis"}
+LAYOUT_SECTIONS = {"run_dir", "services", "redis", "parallel"}
 """What says where things run, not what they compute; left out of the spec digest."""
 
 
@@ -248,6 +248,36 @@ class TrainerSpec(Strict):
     """Seed of Megatron's random-number states."""
 
 
+class ParallelSpec(Strict):
+    """How the model lies over the trainer's ranks; what is left of their number is data-parallel.
+
+    A run may go on in another layout. Megatron's order, from neighbours outwards: tensor, expert, data, pipeline.
+    """
+
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that share every matrix, and the tokens between matrices (sequence parallelism)."""
+    pipeline: int = Field(default=1, ge=1)
+    """Stages of layers."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks that share the experts of a layer."""
+    expert_tensor: int = Field(default=1, ge=1)
+    """Ranks that share the matrices of an expert."""
+    first_stage_layers: int = Field(default=0, ge=0)
+    """Layers of the first stage; 0 gives it as many as the others."""
+    last_stage_layers: int = Field(default=0, ge=0)
+    """Layers of the last stage; 0 gives it as many as the others."""
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that hold one copy of the model, experts left out."""
+        return self.tensor * self.pipeline
+
+    @property
+    def expert_replica_ranks(self) -> int:
+        """Ranks that hold one copy of the experts."""
+        return self.expert_tensor * self.expert * self.pipeline
+
+
 class WeightSyncSpec(Strict):
     """How weights travel to the engines."""
 
@@ -408,10 +438,12 @@ class ServicesSpec(Strict):
     rollout_gateway: Endpoint = _default_endpoint(2)
     """The gateway."""
     trainer: DeviceEndpoint = _default_device_endpoint(3)
-    """Rank 0 of the trainer."""
+    """Rank 0 of the trainer, which serves TrainerService."""
+    trainer_ranks: list[DeviceEndpoint] = []
+    """The other ranks of the trainer, from rank 1 on."""
     weight_sync: Endpoint = _default_endpoint(4)
     """The coordinator."""
-    weight_agents: list[DeviceEndpoint] = [_default_device_endpoint(10)]
+    weight_agents: list[DeviceEndpoint] = Field(default=[_default_device_endpoint(10)], validate_default=True)
     """One for each trainer rank."""
     engines: list[DeviceEndpoint] = [_default_device_endpoint(20)]
     """One for each engine."""
@@ -432,9 +464,10 @@ class ServicesSpec(Strict):
 
     @field_validator("weight_agents")
     @classmethod
-    def _one_rank(cls, value: list[DeviceEndpoint]) -> list[DeviceEndpoint]:
-        if len(value) != 1:
-            raise ValueError("the trainer has one rank in this version: give exactly one weight agent")
+    def _one_for_each_rank(cls, value: list[DeviceEndpoint], info: ValidationInfo) -> list[DeviceEndpoint]:
+        ranks = 1 + len(info.data.get("trainer_ranks", []))
+        if len(value) != ranks:
+            raise ValueError(f"there are {len(value)}, and the trainer has {ranks} ranks: give one for each")
         return value
 
     @field_validator("engines")
@@ -443,6 +476,11 @@ class ServicesSpec(Strict):
         if not value:
             raise ValueError("give at least one engine")
         return value
+
+    @property
+    def trainers(self) -> list[DeviceEndpoint]:
+        """All ranks of the trainer."""
+        return [self.trainer, *self.trainer_ranks]
 
 
 class RedisSpec(Strict):
@@ -478,6 +516,7 @@ class RunSpec(Strict):
     algorithm: AlgorithmSpec = AlgorithmSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     trainer: TrainerSpec = TrainerSpec()
+    parallel: ParallelSpec = ParallelSpec()
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     engine: EngineSpec = EngineSpec()
     reward: RewardSpec = RewardSpec()
@@ -503,6 +542,26 @@ class RunSpec(Strict):
                     f"{section}.max_response_tokens = {longest}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> Self:
+        ranks, parallel = len(self.services.trainers), self.parallel
+        copies = {
+            "tensor x pipeline": parallel.replica_ranks,
+            "expert_tensor x expert x pipeline": parallel.expert_replica_ranks,
+        }
+        for name, size in copies.items():
+            if ranks % size:
+                raise ValueError(
+                    f"parallel: {name} = {size} does not divide the {ranks} ranks of the trainer "
+                    "(services.trainer and services.trainer_ranks)"
+                )
+        return self
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+        return len(self.services.trainers) // self.parallel.replica_ranks
 
     def digest(self) -> str:
         """SHA-256 over what defines the run, in hexadecimal; where it runs is left out."""

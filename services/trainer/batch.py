@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -34,6 +35,10 @@ class Sample:
     loss_mask: tuple[int, ...]
 
 
+Samples = Mapping[int, Sample] | Sequence[Sample]
+"""By row: all of a batch, or those that a rank needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One sealed batch without its tokens."""
@@ -44,6 +49,7 @@ class Batch:
     rollouts_per_step: tuple[int, ...]
     """Rollouts that each optimizer step averages over."""
     micro_batches: tuple[MicroBatch, ...]
+    """Of one data-parallel rank."""
     rollout_metrics: dict[str, float]
     """How it was generated, by metric name."""
 

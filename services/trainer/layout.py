@@ -13,38 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.common.spec import ParallelSpec
 from services.trainer.log_probs import WHOLE, Part
 from services.trainer.megatron import TransformerConfig, get_transformer_layer_offset, parallel_state
+from services.trainer.model_config import ModelConfig, ModelError
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Sizes of the parallel groups; what is left of the world is data-parallel."""
-
-    tensor: int = 1
-    """Ranks that share every matrix; they share the sequence too."""
-    pipeline: int = 1
-    """Stages of layers."""
-    expert: int = 1
-    """Ranks that share the experts of a layer."""
-    expert_tensor: int = 1
-    """Ranks that share the matrices of an expert."""
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
-    """Where stages are not alike; the others share the rest evenly."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """By Megatron's names, for its groups and its configuration alike."""
-        return {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "expert_model_parallel_size": self.expert,
-            "expert_tensor_parallel_size": self.expert_tensor,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +30,39 @@ class Cut:
     rank: int
     size: int
     group: dist.ProcessGroup
+
+
+def check_layout(model: ModelConfig, parallel: ParallelSpec) -> None:
+    """Raise ModelError, naming the field, if a model cannot be laid out so."""
+    experts = model.experts
+    cut = {
+        "tensor": {
+            "attention heads": model.heads,
+            "key-value heads": model.key_value_heads,
+            "rows of the vocabulary": model.vocabulary,
+            "columns of the feed-forward": model.ffn_hidden,
+        },
+        "expert": {"experts": experts.count if experts else 0},
+        "expert_tensor": {"columns of an expert": experts.ffn_hidden if experts else 0},
+    }
+    for field, counts in cut.items():
+        size = getattr(parallel, field)
+        if size > 1 and not experts and field != "tensor":
+            raise ModelError(f"parallel.{field} = {size}: the model has no experts")
+        for what, count in counts.items():
+            if count % size:
+                raise ModelError(f"parallel.{field} = {size} does not divide the {count} {what} of the model")
+    _check_stages(model, parallel)
+
+
+def _check_stages(model: ModelConfig, parallel: ParallelSpec) -> None:
+    ends = [one for one in (parallel.first_stage_layers, parallel.last_stage_layers) if one]
+    stages, layers = parallel.pipeline - len(ends), model.layers - sum(ends)
+    if stages < 0 or layers < stages or (layers % stages if stages else layers):
+        raise ModelError(
+            f"parallel.pipeline = {parallel.pipeline}: the {model.layers} layers of the model do not make so many "
+            "stages; set parallel.first_stage_layers or last_stage_layers so that the others are alike"
+        )
 
 
 def global_name(name: str, config: TransformerConfig) -> str:

@@ -49,7 +49,8 @@ from services.trainer.flops import forward_flops
 from services.trainer.metrics import MetricsWriter
 from services.trainer.model_config import read_config
 from services.trainer.publisher import RANK, Publisher
-from services.trainer.step import Learner, Metrics
+from services.trainer.report import Metrics, train_metrics
+from services.trainer.step import Learner
 
 EVALUATION_MARGIN_S = 60.0
 """Beyond the deadline of an evaluation, for the buffer to end it."""
@@ -179,7 +180,7 @@ class TrainingRun:
             raise FailedPrecondition(f"the buffer gave batch {batch.number} to a trainer at step {self._control.step}")
         samples = await self._buffer.fetch_samples(batch)
         self._control.phase = Phase.TRAINING
-        trained = await self._worker.run(self._learner.train, batch, samples)
+        trained = train_metrics([await self._worker.run(self._learner.train, batch, samples)])
         kill_point("trainer_after_optimizer_step")
         await self._buffer.ack_batch(self._control.run_epoch, batch)
         kill_point("trainer_after_ack")

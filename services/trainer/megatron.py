@@ -5,16 +5,23 @@ CUDA with NCCL where there is CUDA, else the CPU with gloo; the same code runs o
 
 from __future__ import annotations
 
+import os
 import warnings
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from services.common.spec import ParallelSpec
 from services.trainer import mcore_cpu
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda") if ON_CUDA else torch.device("cpu")
 BACKEND = "nccl" if ON_CUDA else "gloo"
+COLLECTIVE_TIMEOUT_S = 600.0
+"""A rank that waits longer for the others ends with an error."""
+ONE_RANK = ParallelSpec()
 
 if not ON_CUDA:
     mcore_cpu.prepare_import()
@@ -98,31 +105,53 @@ __all__ = [
 ]
 
 
-def initialize(seed: int) -> None:
-    """Open the process group of one rank, which meets itself in memory, and Megatron's groups in it.
+def initialize(seed: int, parallel: ParallelSpec = ONE_RANK) -> None:
+    """Open the process group of all ranks, and Megatron's groups in it.
 
-    Call once, in the thread that trains; `destroy` undoes it.
+    One rank meets itself in memory; several, as the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as
+    torchrun sets them). Call once, in the thread that trains; `destroy` undoes it.
     """
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(BACKEND, store=store, rank=0, world_size=1)
-    open_groups(seed)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if world_size() == 1:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(BACKEND, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(BACKEND, timeout=timeout)
+    open_groups(seed, parallel)
 
 
-def open_groups(seed: int, **sizes: int) -> None:
-    """Open Megatron's groups in the process group, and seed the random state.
+def world_size() -> int:
+    """Ranks, as the environment says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
-    Args:
-        seed: Of the random states.
-        sizes: Of the groups, by Megatron's names; 1 where nothing is said.
-    """
+
+def rank() -> int:
+    """Of this process, as the environment says."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def open_groups(seed: int, parallel: ParallelSpec) -> None:
+    """Open Megatron's groups in the process group, and seed the random state."""
     if not ON_CUDA:
         mcore_cpu.adopt_modules()
     else:
-        torch.cuda.set_device(0)  # of those that the process sees; NCCL would guess otherwise
+        seen = torch.cuda.device_count()  # the one of this rank, or those of all ranks of this machine
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % seen)
     mcore_fixes.install()
-    parallel_state.initialize_model_parallel(**sizes)  # pyright: ignore[reportArgumentType]
+    sizes: dict[str, Any] = group_sizes(parallel)
+    parallel_state.initialize_model_parallel(**sizes)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def group_sizes(parallel: ParallelSpec) -> dict[str, int]:
+    """By Megatron's names, for its groups and its configuration alike."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
 
 
 def destroy() -> None:

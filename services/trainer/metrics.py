@@ -35,6 +35,7 @@ STEP_METRICS = {
     "train/tokens_per_second": "prompt and response tokens per second of training",
     "train/log_prob_gap_mean": "mean absolute difference between trainer's and engine's log-prob before the step",
     "train/log_prob_gap_max": "largest such difference",
+    "train/slowest_rank": "longest time of a rank until its gradients were ready, over the mean of the ranks",
     "time/wait_batch_seconds": "seconds waited for the batch",
     "time/publish_seconds": "seconds to export the weights, have the agent read them and publish them",
     "time/save_seconds": "seconds spent since the step before on writing checkpoints and committing them",

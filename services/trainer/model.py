@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.common.spec import ParallelSpec
 from services.trainer.attention import CoreAttention, RotarySelfAttention
-from services.trainer.layout import Layout
+from services.trainer.layout import check_layout
 from services.trainer.mcore_fixes import LatentSelfAttention
 from services.trainer.megatron import (
     DEVICE,
     HAVE_TE,
     MLP,
     ON_CUDA,
+    ONE_RANK,
     AttnMaskType,
     ColumnParallelLinear,
     GPTModel,
@@ -37,11 +39,11 @@ from services.trainer.megatron import (
     get_moe_module_spec_for_backend,
     get_num_layers_to_build,
     get_transformer_layer_offset,
+    group_sizes,
     parallel_state,
 )
 from services.trainer.model_config import Experts, LatentAttention, ModelConfig, Rope
 
-ONE_RANK = Layout()
 DISPATCHER = "alltoall"
 """Megatron's other one forbids variable lengths, without experts too."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,7 +84,7 @@ class PolicyModel(GPTModel):
         return hidden, (angles.cos().to(dtype), angles.sin().to(dtype)), *rest
 
 
-def transformer_config(model: ModelConfig, dtype: torch.dtype, layout: Layout) -> TransformerConfig:
+def transformer_config(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec) -> TransformerConfig:
     """Megatron's configuration of a model. Gradients add up over micro-batches and ranks, undivided."""
     kind = MLATransformerConfig if model.latent else TransformerConfig
     return kind(
@@ -113,12 +115,12 @@ def transformer_config(model: ModelConfig, dtype: torch.dtype, layout: Layout) -
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        sequence_parallel=layout.tensor > 1,
-        variable_seq_lengths=layout.pipeline > 1,
+        sequence_parallel=parallel.tensor > 1,
+        variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type=DISPATCHER,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        **layout.sizes,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
+        **group_sizes(parallel),
         **(_latent_options(model.latent, model.rope) if model.latent else {}),
         **(_expert_options(model.experts, model.layers) if model.experts else {}),
     )
@@ -228,15 +230,19 @@ def _latent_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     )
 
 
-def build_model(model: ModelConfig, dtype: torch.dtype, layout: Layout = ONE_RANK) -> PolicyModel:
+def build_model(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec = ONE_RANK) -> PolicyModel:
     """This rank's part of the model with uninitialised weights, on the device. Megatron must be initialised.
 
     Args:
         model: The whole model.
         dtype: Of parameters and activations.
-        layout: That Megatron's groups were opened with.
+        parallel: What Megatron's groups were opened with.
+
+    Raises:
+        ModelError: The model cannot be laid out so.
     """
-    config = transformer_config(model, dtype, layout)
+    check_layout(model, parallel)
+    config = transformer_config(model, dtype, parallel)
     first = get_transformer_layer_offset(config)
     layers = range(first, first + get_num_layers_to_build(config))
     specs = [_layer_spec(config, experts=layer >= model.dense_layers) for layer in layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,9 @@ class Optimizer:
         self.megatron: Any = get_megatron_optimizer(config, [self.ddp])
         for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):  # experts may have one of their own
             give_initial_state(part.optimizer, fused=ON_CUDA)
-        module.config.finalize_model_grads_func = _sum_gradients
+        module.config.finalize_model_grads_func = self._sum_gradients
+        self.ready_s = 0.0
+        """Monotonic time when this rank last had its own gradients."""
 
     def reload(self) -> None:
         """Take the model's weights over, after they were loaded from elsewhere."""
@@ -81,7 +84,7 @@ class Optimizer:
         applied, grad_norm, _ = self.megatron.step()
         return StepResult(bool(applied), float(grad_norm) if applied else 0.0)
 
-
-def _sum_gradients(models: list[torch.nn.Module], _num_tokens: torch.Tensor, **kwargs: object) -> None:
-    """Megatron's reduction without its division: the loss is normalised already."""
-    finalize_model_grads(models, None, **kwargs)  # pyright: ignore[reportArgumentType]
+    def _sum_gradients(self, models: list[torch.nn.Module], _num_tokens: torch.Tensor, **kwargs: object) -> None:
+        """Megatron's reduction without its division: the loss is normalised already."""
+        self.ready_s = time.monotonic()
+        finalize_model_grads(models, None, **kwargs)  # pyright: ignore[reportArgumentType]

@@ -6,7 +6,6 @@ p + r - 1 places: the last response token is only predicted, never read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.attention import Segments, make_segments
-from services.trainer.batch import Batch, MicroBatch, Sample
+from services.trainer.batch import Batch, MicroBatch, Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,13 @@ class Pack:
     """`[R]` float32, as the engine reported them."""
 
 
-def make_pack(
-    batch: Batch, micro_batch: MicroBatch, samples: Sequence[Sample], device: torch.device, multiple: int = 1
-) -> Pack:
+def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Samples, device: torch.device, multiple: int = 1) -> Pack:
     """Pack one micro-batch.
 
     Args:
         batch: The whole batch.
         micro_batch: Which rows.
-        samples: Of the whole batch, by row.
+        samples: Those of the micro-batch at least, by row.
         device: Of the tensors.
         multiple: T is one of this; what is missing is filled by a segment of its own, that nothing looks at.
     """

@@ -24,9 +24,10 @@ from services.trainer.log_probs import token_log_probs, token_log_probs_and_entr
 from services.trainer.megatron import DEVICE
 from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
+from services.trainer.report import Report
 from services.trainer.step import Learner
 from tests.tiny_models import save_model
-from tests.trainer_cases import make_batch, make_samples, make_spec
+from tests.trainer_cases import make_batch, make_samples, make_spec, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -155,7 +156,7 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: Any) -> None:
 def packed_log_probs(learner: Learner, samples: list[Sample]) -> list[Tensor]:
     batch = make_batch(samples, 0, [range(len(samples))])
     pack = make_pack(batch, batch.micro_batches[0], samples, DEVICE)
-    found, _ = learner._observe([pack], 1)
+    found = learner._observe([pack], Report())
     return list(found[0].split([len(one.response) for one in samples]))
 
 
@@ -198,7 +199,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
         assert (ours - hf_log_probs(hf, sample)).abs().max() <= 1e-4
     batch = make_batch(samples, 0, [range(7)])
     half = make_learner(tmp_path, "bfloat16")
-    found, expected = (one.train(batch, samples) for one in (half, learner))
+    found, expected = (train(one, batch, samples) for one in (half, learner))
     assert found["train/skipped_steps"] == expected["train/skipped_steps"] == 0
     assert found["train/loss"] == pytest.approx(expected["train/loss"], abs=0.05)
     assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.2)
@@ -221,7 +222,7 @@ def test_a_step_in_bfloat16_is_that_in_float32(qwen3: tuple[Path, Any]) -> None:
     batch = make_batch(samples, 0, [[0, 1, 2], [3, 4, 5, 6, 7]])
     settings = {"optimizer": {"lr": 1e-2, "clip_grad": 0.5}}
     half, exact = (make_learner(path, dtype, **settings) for dtype in ("bfloat16", "float32"))
-    ours, theirs = half.train(batch, samples), exact.train(batch, samples)
+    ours, theirs = train(half, batch, samples), train(exact, batch, samples)
     assert ours["train/skipped_steps"] == theirs["train/skipped_steps"] == 0
     assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=0.02)
     assert ours["train/entropy"] == pytest.approx(theirs["train/entropy"], abs=0.02)
@@ -270,7 +271,7 @@ def test_training_improves_and_compiles_once(qwen3: tuple[Path, Any]) -> None:
     with ThreadPoolExecutor(1) as thread:
         before = score()
         for _ in range(8):
-            assert math.isfinite(thread.submit(learner.train, batch, samples).result()["train/loss"])
+            assert math.isfinite(thread.submit(train, learner, batch, samples).result()["train/loss"])
         assert score() > before + 0.1
         graphs = []
         for longest in (10, 30, 60, 100, 150):
@@ -287,10 +288,10 @@ def test_a_gradient_that_is_not_finite_is_skipped(qwen3: tuple[Path, Any]) -> No
     batch = make_batch(samples, 0, [[0, 1], [2, 3]])
     broken = replace(batch, rows=tuple(replace(row, advantage=math.nan) for row in batch.rows))
     before = {name: tensor.clone() for name, tensor in hf_tensors(learner.module, learner.model)}
-    assert learner.train(broken, samples)["train/skipped_steps"] == 1
+    assert train(learner, broken, samples)["train/skipped_steps"] == 1
     for name, tensor in hf_tensors(learner.module, learner.model):
         assert torch.equal(tensor, before[name]), name
-    assert learner.train(batch, samples)["train/skipped_steps"] == 0
+    assert train(learner, batch, samples)["train/skipped_steps"] == 0
 
 
 def optimizer_state(learner: Learner) -> list[Tensor]:
@@ -306,7 +307,7 @@ def test_a_checkpoint_holds_everything(qwen3: tuple[Path, Any], tmp_path: Path, 
     samples = make_samples(6, seed=3)
     first = make_learner(path, dtype, optimizer={"lr": 1e-3})
     for number in range(2):
-        first.train(make_batch(samples, number, [[0, 4], [2, 1], [3, 5]]), samples)
+        train(first, make_batch(samples, number, [[0, 4], [2, 1], [3, 5]]), samples)
     state = RunState(2, "d" * 64, ("one", "two"))
     saved = save(tmp_path, first, state)
     second = make_learner(path, dtype, optimizer={"lr": 1e-3})
@@ -316,7 +317,7 @@ def test_a_checkpoint_holds_everything(qwen3: tuple[Path, Any], tmp_path: Path, 
     for index, (ours, theirs) in enumerate(zip(optimizer_state(first), optimizer_state(second), strict=True)):
         assert ours.device == theirs.device and torch.equal(ours, theirs), f"optimizer tensor {index}"
     batch = make_batch(samples, 2, [[0, 4], [2, 1], [3, 5]])
-    ours, theirs = first.train(batch, samples), second.train(batch, samples)
+    ours, theirs = train(first, batch, samples), train(second, batch, samples)
     assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-3)
     assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-2)
 
@@ -326,4 +327,4 @@ def test_a_token_outside_the_vocabulary_is_an_error(qwen3: tuple[Path, Any]) -> 
     samples = make_samples(2, seed=3)
     samples[1] = replace(samples[1], prompt=(*samples[1].prompt, 320))
     with pytest.raises(ValueError, match="row 1: token 320"):
-        make_learner(path, "bfloat16").train(make_batch(samples, 0, [[0, 1]]), samples)
+        train(make_learner(path, "bfloat16"), make_batch(samples, 0, [[0, 1]]), samples)

@@ -36,7 +36,8 @@ from services.trainer.codec import slice_to_proto
 from services.trainer.export import SharedWeights
 from services.trainer.hf_mapping import hf_tensors
 from services.trainer.model_config import read_config
-from services.trainer.step import Learner, Metrics
+from services.trainer.report import Metrics
+from services.trainer.step import Learner
 from services.weight_sync.peers import Engine, Peers
 from services.weight_sync.records import PolicyVersion
 from services.weight_sync.session import PlanCache, Session
@@ -44,7 +45,7 @@ from tests import weight_sync_oracles as oracle
 from tests.integration.engine_stack import RUN_ID, EngineClient, client_of, process, sampling
 from tests.stack import Ended, evaluation_samples, ledger_of, run_to_the_end, write_run
 from tests.tiny_models import save_model
-from tests.trainer_cases import make_batch
+from tests.trainer_cases import make_batch, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 
@@ -257,7 +258,7 @@ class Rig:
     def train(self, samples: list[Sample]) -> Metrics:
         """One optimizer step on random advantages; its metrics are of the weights before it."""
         rows = range(len(samples))
-        metrics = self._learner.train(make_batch(samples, self._steps, [rows[::2], rows[1::2]]), samples)
+        metrics = train(self._learner, make_batch(samples, self._steps, [rows[::2], rows[1::2]]), samples)
         assert metrics["train/grad_norm"] > 0 and metrics["train/skipped_steps"] == 0
         self._steps += 1
         return metrics

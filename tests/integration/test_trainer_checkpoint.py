@@ -28,6 +28,7 @@ from services.trainer.checkpoint import (
 )
 from services.trainer.hf_mapping import hf_tensors
 from services.trainer.model_config import read_config
+from services.trainer.report import train_metrics
 from services.trainer.step import Learner
 from tests.tiny_models import save_model
 from tests.trainer_cases import make_batch, make_samples, make_spec
@@ -56,7 +57,8 @@ def make_learner(path: Path, dtype: str = "float32") -> Learner:
 
 def train(learner: Learner, number: int) -> dict[str, float]:
     samples = make_samples(6, seed=number)
-    metrics = learner.train(make_batch(samples, number, [[0, 4], [2], [1, 3], [5]], steps=2), samples)
+    report = learner.train(make_batch(samples, number, [[0, 4], [2], [1, 3], [5]], steps=2), samples)
+    metrics = train_metrics([report])
     return {name: value for name, value in metrics.items() if name not in TIMES}
 
 

@@ -22,9 +22,10 @@ from services.trainer.export import export_hf
 from services.trainer.megatron import DEVICE
 from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
+from services.trainer.report import Report
 from services.trainer.step import Learner
 from tests.tiny_models import VOCABULARY, save_model
-from tests.trainer_cases import make_batch, make_samples, make_spec
+from tests.trainer_cases import make_batch, make_samples, make_spec, train
 
 pytestmark = pytest.mark.stack
 
@@ -98,7 +99,7 @@ def hf_log_probs(hf: Any, sample: Sample, temperature: float = 1.0) -> torch.Ten
 def packed_log_probs(learner: Learner, samples: Sequence[Sample]) -> list[torch.Tensor]:
     batch = make_batch(samples, 0, [range(len(samples))])
     pack = make_pack(batch, batch.micro_batches[0], samples, DEVICE)
-    log_probs, _ = learner._observe([pack], 1)
+    log_probs = learner._observe([pack], Report())
     return list(log_probs[0].split([len(one.response) for one in samples]))
 
 
@@ -255,7 +256,7 @@ def test_a_step_is_that_of_torch_adamw(qwen3: tuple[Path, Any]) -> None:
     batch = make_batch(samples, 0, [[0, 1], [2, 3]], steps=2)
     settings = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.5, "clip_grad": 0.3}
     learner = make_learner(path, optimizer=settings, algorithm={"num_steps_per_rollout": 2})
-    metrics = learner.train(batch, samples)
+    metrics = train(learner, batch, samples)
     groups = [
         {"params": [p for p in hf.parameters() if p.ndim > 1], "weight_decay": 0.5},
         {"params": [p for p in hf.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -287,11 +288,11 @@ def test_a_gradient_that_is_not_finite_is_skipped(qwen3: tuple[Path, Any]) -> No
     batch = make_batch(samples, 0, [[0, 1], [2, 3]], steps=2)
     broken = replace(batch, rows=tuple(replace(row, advantage=math.nan) for row in batch.rows))
     before = {name: tensor.clone() for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model)}
-    metrics = learner.train(broken, samples)
+    metrics = train(learner, broken, samples)
     assert metrics["train/skipped_steps"] == 2
     for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model):
         assert torch.equal(tensor, before[name]), name
-    after = learner.train(batch, samples)
+    after = train(learner, batch, samples)
     assert after["train/skipped_steps"] == 0
     assert math.isfinite(after["train/loss"])
     assert after["train/grad_norm"] > 0
@@ -301,14 +302,14 @@ def test_a_token_outside_the_vocabulary_is_an_error(qwen3: tuple[Path, Any]) -> 
     samples = make_samples(2, seed=3)
     samples[1] = replace(samples[1], prompt=(*samples[1].prompt, VOCABULARY))
     with pytest.raises(ValueError, match=f"row 1: token {VOCABULARY}"):
-        make_learner(qwen3[0]).train(make_batch(samples, 0, [[0, 1]]), samples)
+        train(make_learner(qwen3[0]), make_batch(samples, 0, [[0, 1]]), samples)
 
 
 def test_observed_metrics(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     samples = make_samples(5, seed=11)
     batch = make_batch(samples, 0, [[3, 1], [0, 2, 4]])
-    metrics = make_learner(path).train(batch, samples)
+    metrics = train(make_learner(path), batch, samples)
     gaps, entropies = [], []
     with torch.no_grad():
         for sample in samples:
@@ -342,5 +343,5 @@ def test_bfloat16_trains(qwen3: tuple[Path, Any]) -> None:
     for _ in range(8):
         log_probs = packed_log_probs(learner, samples)
         scores.append(sum(row.advantage * float(lp.mean()) for row, lp in zip(batch.rows, log_probs, strict=True)))
-        assert math.isfinite(learner.train(batch, samples)["train/loss"])
+        assert math.isfinite(train(learner, batch, samples)["train/loss"])
     assert scores[-1] > scores[0] + 0.1
