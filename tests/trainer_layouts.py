@@ -50,8 +50,10 @@ def check(checkpoint: Path, parallel: ParallelSpec) -> None:
     for name, tensor in mine.items():
         assert torch.equal(tensor, original[name]), f"{name} in {parallel}"
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, set(mine))
-    assert set().union(*everywhere) == set(original), f"{parallel}: tensors that no rank has"
+    dist.all_gather_object(everywhere, list(mine))
+    assert sorted(name for one in everywhere for name in one) == sorted(original), (
+        f"{parallel}: each tensor on one rank"
+    )
     if (logits := logits_of(module)) is not None:
         gap = float((logits - torch.load(checkpoint / LOGITS)).abs().max())
         assert gap <= 1e-5, f"logits in {parallel} are {gap:.1e} apart"
