@@ -12,7 +12,7 @@ from flotilla.trainer.v1 import rank_pb2 as pb
 from flotilla.trainer.v1 import rank_pb2_grpc
 from services.common.errors import Aborted, NotFound
 from services.common.logs import get_logger
-from services.common.rpc import duration, open_channel
+from services.common.rpc import duration, new_request_id, open_channel
 from services.common.service import ServiceHost, now_s
 from services.common.spec import SpecError
 from services.trainer import checkpoint, megatron
@@ -24,7 +24,8 @@ from services.trainer.export import export_hf, share_weights, shared_memory_path
 from services.trainer.exporter import Exporter
 from services.trainer.model_config import read_config
 from services.trainer.progress import Progress
-from services.trainer.ranks import Ranks
+from services.trainer.ranks import on_first_rank
+from services.trainer.replica import Replica
 from services.trainer.step import Learner
 from services.trainer.worker import Worker
 
@@ -49,7 +50,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
         self.fleet_id = ""
         """Empty until the ranks have met."""
         self.learner: Learner
-        self._ranks: Ranks
+        self._replica: Replica
         self._exporter: Exporter
 
     async def open(self) -> None:
@@ -62,14 +63,15 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
             )
         self.progress.begin("meeting the other ranks")
         with self._host.board.waiting("the other ranks of the trainer"):
-            await self._worker.run(self._open)
-        self.fleet_id = self._ranks.fleet_id
+            self.fleet_id = await self._worker.run(self._open)
         self.progress.begin(IDLE)
 
-    def _open(self) -> None:
+    def _open(self) -> str:
+        """Returns the name of the fleet, drawn anew whenever the ranks meet."""
         megatron.initialize(self._spec.trainer.seed, self._spec.parallel)
-        self._ranks = Ranks()
+        self._replica = Replica()
         self.learner = Learner(self._spec, read_config(self._spec.model.hf_checkpoint), self.progress)
+        return on_first_rank(new_request_id)
 
     async def close(self) -> None:
         """Leave nothing behind but the files of the run; nor what a life before was killed with."""
@@ -108,7 +110,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
     async def TrainBatch(self, request: pb.TrainBatchRequest, context: Any) -> pb.TrainBatchResponse:
         """Train on this rank's micro-batches."""
         with self._doing(request, "fetching samples"):
-            batch = batch_from_proto(request.manifest, self._ranks.replica)
+            batch = batch_from_proto(request.manifest, self._replica.number)
             samples = await self._fetch(batch)
             report = await self._worker.run(self.learner.train, batch, samples)
         return pb.TrainBatchResponse(**asdict(report))
@@ -116,8 +118,8 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
     async def _fetch(self, batch: Batch) -> dict[int, Sample]:
         """The samples of this rank's rows; one rank of each copy of the model asks the buffer for them."""
         rows = sorted({row for one in batch.micro_batches for row in one.rows})
-        payloads = await self._buffer.fetch_rows(batch.number, rows) if self._ranks.is_first else []
-        payloads = await self._worker.run(self._ranks.share, payloads)
+        payloads = await self._buffer.fetch_rows(batch.number, rows) if self._replica.is_first else []
+        payloads = await self._worker.run(self._replica.share, payloads)
         return {row: sample_from_bytes(payload) for row, payload in zip(rows, payloads, strict=True)}
 
     async def ExportVersion(self, request: pb.ExportVersionRequest, context: Any) -> pb.ExportVersionResponse:

@@ -1,59 +1,33 @@
-"""What the ranks of a fleet tell each other beside Megatron: through host memory, over gloo."""
+"""What ranks tell one another, in small Python objects. All ranks must make each of these calls together."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from services.trainer.megatron import parallel_state
+from services.common.errors import FailedPrecondition
 
-FLEET_ID_BYTES = 16
+T = TypeVar("T")
 
 
-class Ranks:
-    """All ranks, and those of them that train on the same rows. All must make it together, after Megatron's groups."""
+def all_ranks(mine: T) -> list[T]:
+    """What every rank has, in order of ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
-    def __init__(self) -> None:
-        everyone: Any = dist.new_group(backend="gloo")
-        drawn = torch.frombuffer(bytearray(secrets.token_bytes(FLEET_ID_BYTES)), dtype=torch.uint8)
-        dist.broadcast(drawn, group_src=0, group=everyone)
-        self.fleet_id = bytes(drawn.tolist()).hex()
-        """Drawn anew whenever the ranks meet."""
-        self.replica = parallel_state.get_data_parallel_rank()
-        """Which copy of the model this rank has a part of."""
-        mine = torch.tensor([self.replica])
-        replicas = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(replicas, mine, group=everyone)
-        members: dict[int, list[int]] = {}
-        for rank, replica in enumerate(map(int, replicas)):
-            members.setdefault(replica, []).append(rank)
-        groups = {replica: dist.new_group(ranks, backend="gloo") for replica, ranks in sorted(members.items())}
-        self._group: Any = groups[self.replica]
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the one of its copy of the model that fetches the samples for all."""
-        return self._group.rank() == 0
-
-    def share(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """What the first rank of this copy of the model gives, on every one; all of them must call it."""
-        sizes = self._from_first(torch.tensor([len(one) for one in payloads], dtype=torch.int64))
-        flat = self._from_first(torch.from_numpy(np.frombuffer(b"".join(payloads), np.uint8).copy()))
-        ends = sizes.cumsum(0).tolist()
-        content = flat.numpy().tobytes()
-        return [content[end - size : end] for size, end in zip(sizes.tolist(), ends, strict=True)]
-
-    def _from_first(self, tensor: Tensor) -> Tensor:
-        """`tensor` of the first rank; that of the others only says its dtype."""
-        length = torch.tensor([tensor.numel()])
-        dist.broadcast(length, group_src=0, group=self._group)
-        found = tensor if self.is_first else tensor.new_empty(int(length))
-        if found.numel():
-            dist.broadcast(found, group_src=0, group=self._group)
-        return found
+def on_first_rank(function: Callable[[], T]) -> T:
+    """Call on rank 0; every rank returns what it returned. Its OSError is a FailedPrecondition on every rank."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except OSError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise FailedPrecondition(outcome[1])
+    return outcome[0]
