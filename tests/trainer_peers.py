@@ -12,7 +12,7 @@ import mmap
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -80,7 +80,8 @@ def digest(batch: int) -> str:
     return f"{batch:064x}"
 
 
-def manifest(batch: int) -> buffer_pb2.BatchManifest:
+def manifest(batch: int, replicas: int = 1) -> buffer_pb2.BatchManifest:
+    """Of one or two data-parallel ranks."""
     samples = make_samples(SAMPLES, seed=batch)
     message = buffer_pb2.BatchManifest(batch=batch, digest=digest(batch), optimizer_steps=2, rollouts_per_step=[3, 3])
     for index, one in enumerate(samples):
@@ -92,8 +93,9 @@ def manifest(batch: int) -> buffer_pb2.BatchManifest:
             loss_denominator=max(1, sum(one.loss_mask)),
             optimizer_step=index // 3,
         )
-    for step, rows in ((0, [0, 2]), (0, [1]), (1, [3, 4, 5])):
-        message.micro_batches.add(optimizer_step=step, rows=rows)
+    for step, rows, replica in ((0, [0, 2], 0), (0, [1], 1), (1, [3, 4, 5], 0), (1, [], 1)):
+        if rows or replicas > 1:
+            message.micro_batches.add(optimizer_step=step, rows=rows, data_parallel_rank=replica % replicas)
     message.stats.mean_reward = 0.5
     message.stats.kept_groups = 3
     message.stats.dropped_groups["zero_std"] = 2
@@ -129,7 +131,7 @@ class FakeBuffer(buffer_pb2_grpc.BufferServiceServicer):
             answer.no_batch_reason = buffer_pb2.NO_BATCH_REASON_NOT_SEALED
             return answer
         peers._check_epoch(request.run_epoch)
-        answer.manifest.CopyFrom(manifest(peers.next_batch))
+        answer.manifest.CopyFrom(manifest(peers.next_batch, request.data_parallel_size))
         return answer
 
     async def FetchSamples(self, request: Any, context: Any) -> buffer_pb2.FetchSamplesResponse:
@@ -237,7 +239,7 @@ class FakeCoordinator(weight_sync_pb2_grpc.WeightSyncServiceServicer):
 
 
 async def serve_peers(peers: Peers, ports: Mapping[str, int]) -> list[grpc.aio.Server]:
-    """One server each for buffer, agent and weight_sync, on loopback."""
+    """One server each for buffer, agent and weight_sync, on loopback; `serve_agent` adds agents of more ranks."""
     servers = {name: make_server() for name in ("buffer", "agent", "weight_sync")}
     classes: list[Any] = [FakeBuffer, FakeRegistry, FakeAgent, FakeCoordinator]  # each has the methods in use only
     fakes = [fake(peers) for fake in classes]
@@ -249,3 +251,12 @@ async def serve_peers(peers: Peers, ports: Mapping[str, int]) -> list[grpc.aio.S
         bind_server(server, "127.0.0.1", ports[name])
         await server.start()
     return list(servers.values())
+
+
+async def serve_agent(peers: Peers, port: int) -> grpc.aio.Server:
+    """The agent of another rank, with a state of its own."""
+    server, agent = make_server(), cast(Any, FakeAgent)(peers)
+    agent_pb2_grpc.add_WeightAgentServiceServicer_to_server(agent, server)
+    bind_server(server, "127.0.0.1", port)
+    await server.start()
+    return server

@@ -19,7 +19,7 @@ async def setup(host: ServiceHost) -> None:
     host.serve(RANK_SERVICE, rank_pb2_grpc.add_TrainerRankServiceServicer_to_server, rank)
     if megatron.rank():
         host.board.details = lambda: {"fleet": rank.fleet_id, "doing": rank.progress.doing}
-        host.spawn(rank.open(), "start")
+        host.spawn(rank.follow(), "watch of rank 0")
         return
     control = Control()
     servicer = TrainerServicer(host.spec.run_id, control, host.stopping)

@@ -5,6 +5,7 @@ In the shared memory, on CPU or GPU, every tensor lies whole and contiguous unde
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -15,11 +16,13 @@ from math import prod
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from services.common.cuda_ipc import export_memory
 from services.trainer.hf_mapping import hf_tensors, mtp_tensors
+from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.step import Learner
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the POSIX shared memory of Linux
@@ -112,21 +115,39 @@ def copy_tensors(tensors: Iterable[tuple[str, Tensor]], slices: Sequence[Slice],
 
 
 def export_hf(learner: Learner, source: Path, target: Path) -> None:
-    """Write a Hugging Face checkpoint. Atomic; replaces an old one.
+    """Write a Hugging Face checkpoint, each rank a file of what it owns. Atomic; replaces an old one.
+
+    All ranks call it together, and share the file system.
 
     Args:
         learner: Has today's weights.
         source: Checkpoint that it started from: layers for multi-token prediction and other files are as there.
         target: Directory to write.
     """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     temporary = target.with_name(f".{target.name}.unfinished")
+    on_first_rank(partial(_begin_folder, source, temporary))
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    if rank == 0:
+        tensors |= mtp_tensors(learner.model, source)
+    file = f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else "model.safetensors"
+    save_file(tensors, temporary / file, metadata={"format": "pt"})
+    index = all_ranks({name: (file, tensor.nbytes) for name, tensor in tensors.items()})
+    on_first_rank(partial(_end_folder, temporary, target, {name: at for one in index for name, at in one.items()}))
+
+
+def _begin_folder(source: Path, temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
             shutil.copy2(file, temporary)
-    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
-    tensors |= mtp_tensors(learner.model, source)
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+
+
+def _end_folder(temporary: Path, target: Path, index: dict[str, tuple[str, int]]) -> None:
+    if len({file for file, _ in index.values()}) > 1:
+        total = sum(size for _, size in index.values())
+        table = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in index.items()}}
+        (temporary / "model.safetensors.index.json").write_text(json.dumps(table, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)

@@ -1,54 +1,34 @@
 """All ranks of the trainer, as rank 0 leads them: everything is asked of every rank at once.
 
-A rank that fails, ends or stands still fails what was asked, within a bounded time and by its number. Then rank 0 ends,
-and whoever started the ranks starts all of them again.
+A rank that fails fails what was asked, by its number; `watch` finds those that end or stand still. Then rank 0 ends,
+the others follow, and whoever started the ranks starts all of them again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from flotilla.buffer.v1 import buffer_pb2
 from flotilla.common.v1 import common_pb2
 from flotilla.trainer.v1 import rank_pb2 as pb
 from flotilla.trainer.v1 import rank_pb2_grpc
-from services.common.errors import Aborted, DeadlineExceeded, FailedPrecondition, FlotillaError, Unavailable
+from services.common.errors import Aborted, FailedPrecondition
 from services.common.logs import get_logger
-from services.common.rpc import call, new_request_id, open_channel, seconds
-from services.common.service import now_s
+from services.common.rpc import call, new_request_id, open_channel
 from services.common.spec import RunSpec
 from services.trainer.codec import report_from_proto
 from services.trainer.rank import Rank
 from services.trainer.report import Report
+from services.trainer.watch import ANSWER_TIMEOUT_S, RankFailed, watch
 
-START_S = 60.0
-"""The ranks have met, but a server may not listen yet."""
 LONGEST_S = 7200.0
 """Beyond anything that is asked; a rank that stands still is found long before."""
-WATCH_EVERY_S = 2.0
-STATUS_TIMEOUT_S = 5.0
 OTHER_ERRORS_S = 2.0
 """One rank's failure makes others fail, which may be heard first."""
 
 log = get_logger(__name__)
-
-
-class RankFailed(Unavailable):
-    """A rank cannot go on; the message names it. A restart of all ranks may help."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    """A rank as it was when it last went on."""
-
-    progress: int
-    at_s: float
-    doing: str
-    answers: bool = True
 
 
 class Fleet:
@@ -56,8 +36,13 @@ class Fleet:
 
     def __init__(self, spec: RunSpec, me: Rank) -> None:
         self._spec, self._me = spec, me
-        self._channels = [open_channel(one.grpc) for one in spec.services.trainer_ranks]
-        self._others = [rank_pb2_grpc.TrainerRankServiceStub(channel) for channel in self._channels]
+        self._channels = [open_channel(one.grpc) for one in spec.services.trainers]
+        _, *self._others = self._ranks = [rank_pb2_grpc.TrainerRankServiceStub(one) for one in self._channels]
+
+    async def watch(self) -> None:
+        """Raises RankFailed or DeadlineExceeded when a rank ends or stands still."""
+        ranks = dict(enumerate(self._ranks)) if self._others else {}
+        await watch(self._spec.run_id, self._me.fleet_id, ranks, self._spec.trainer.hang_timeout_s)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -77,9 +62,14 @@ class Fleet:
         """Hand the weights to the agents, and see them read."""
         await self._ask("ExportVersion", pb.ExportVersionRequest(version=version))
 
-    async def save(self, step: int, batch_digests: Sequence[str]) -> None:
-        """Write the checkpoint of a step; final on disk when this returns."""
-        await self._ask("SaveState", pb.SaveStateRequest(step=step, batch_digests=batch_digests))
+    async def begin_save(self, step: int, batch_digests: Sequence[str]) -> None:
+        """Begin the checkpoint of a step; training may go on when this returns."""
+        await self._ask("BeginSave", pb.BeginSaveRequest(step=step, batch_digests=batch_digests))
+
+    async def finish_save(self, *, wait: bool) -> bool:
+        """Finish the checkpoint that was begun, if that needs no waiting or is waited for. Whether it is final."""
+        answers = await self._ask("FinishSave", pb.FinishSaveRequest(wait=wait))
+        return answers[0].final
 
     async def export_model(self) -> None:
         """Write the model as a Hugging Face checkpoint."""
@@ -88,14 +78,14 @@ class Fleet:
     async def end(self) -> None:
         """End the other ranks in order."""
         request = self._addressed(pb.EndRankRequest())
-        await asyncio.gather(*(call(one.EndRank, request, timeout_s=STATUS_TIMEOUT_S) for one in self._others))
+        await asyncio.gather(*(call(one.EndRank, request, timeout_s=ANSWER_TIMEOUT_S) for one in self._others))
 
     def _addressed(self, request: Any) -> Any:
         request.run_id, request.request_id, request.fleet_id = self._spec.run_id, new_request_id(), self._me.fleet_id
         return request
 
     async def _ask(self, method: str, request: Any) -> list[Any]:
-        """The answers of all ranks. Raises FlotillaError, naming the rank, if one fails or stands still."""
+        """The answers of all ranks. If one fails, raises its error, naming it."""
         self._addressed(request)
         mine = asyncio.ensure_future(getattr(self._me, method)(request, None))
         others = [
@@ -103,64 +93,27 @@ class Fleet:
             for one in self._others
         ]
         asked = [mine, *others]
-        answers, watch = asyncio.gather(*asked), asyncio.create_task(self._watch())
         try:
-            await asyncio.wait([answers, watch], return_when=asyncio.FIRST_COMPLETED)
-            if answers.done() and not answers.exception():
-                return answers.result()
+            await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+            if all(one.done() and not one.exception() for one in asked):
+                return [one.result() for one in asked]
             await asyncio.wait(asked, timeout=OTHER_ERRORS_S)
-            raise self._failure(asked, watch)
+            raise _most_telling(asked)
         finally:
-            for one in (*asked, watch):
+            for one in asked:
                 one.cancel()
-            await asyncio.wait([*asked, watch], timeout=STATUS_TIMEOUT_S)
-
-    def _failure(self, asked: Sequence[asyncio.Future[Any]], watch: asyncio.Task[None]) -> BaseException:
-        """The most telling of the errors: what a rank says of itself, before what others saw of it."""
-        failed = {rank: one.exception() for rank, one in enumerate(asked) if one.done() and one.exception()}
-        for rank, error in failed.items():
-            log.error("a rank failed", rank=rank, error=str(error))
-        for rank, error in failed.items():
-            if isinstance(error, FailedPrecondition | Aborted):
-                return type(error)(f"rank {rank}: {error}")
-        for rank, error in failed.items():
-            if rank and isinstance(error, FlotillaError):
-                return RankFailed(f"rank {rank}: {error}")
-        if watch.done() and (hang := watch.exception()):
-            return hang
-        return failed[0] or RankFailed("a rank failed")
-
-    async def _watch(self) -> None:
-        """Raises DeadlineExceeded when one rank of several stands still; else it never ends."""
-        ranks = range(len(self._channels) + 1)
-        seen = {rank: _Seen(-1, now_s(), "nothing") for rank in ranks}
-        while True:
-            await asyncio.sleep(WATCH_EVERY_S)
-            await asyncio.gather(*(self._look(rank, seen[rank]) for rank in ranks))
-            if self._others and now_s() - min(one.at_s for one in seen.values()) > self._spec.trainer.hang_timeout_s:
-                raise DeadlineExceeded(describe_hang(seen))
-
-    async def _look(self, rank: int, seen: _Seen) -> None:
-        request = pb.GetRankStatusRequest(run_id=self._spec.run_id)
-        seen.answers = False
-        with suppress(FlotillaError):
-            if rank:
-                status = await call(self._others[rank - 1].GetRankStatus, request, timeout_s=STATUS_TIMEOUT_S)
-            else:
-                status = await self._me.GetRankStatus(request, None)
-            seen.answers, seen.doing = True, status.doing
-            if status.progress != seen.progress:
-                seen.progress, seen.at_s = status.progress, now_s() - seconds(status.since)
 
 
-def describe_hang(seen: dict[int, _Seen]) -> str:
-    """Which ranks hold up the others: those that do not answer, else those that began the least."""
-    silent = [rank for rank, one in seen.items() if not one.answers]
-    least = min(one.progress for one in seen.values())
-    culprits = silent or [rank for rank, one in seen.items() if one.progress == least]
-    parts = [
-        f"rank {rank} {'answers' if seen[rank].answers else 'does not answer'}, at: {seen[rank].doing}, "
-        f"for {now_s() - seen[rank].at_s:.0f} s"
-        for rank in culprits
-    ]
-    return "the trainer stands still: " + "; ".join(parts)
+def _most_telling(asked: Sequence[asyncio.Future[Any]]) -> BaseException:
+    """What a rank says of itself, before what others saw of it; the ranks are named."""
+    failed = {rank: one.exception() for rank, one in enumerate(asked) if one.done() and not one.cancelled()}
+    errors = {rank: error for rank, error in failed.items() if error}
+    for rank, error in errors.items():
+        log.error("a rank failed", rank=rank, error=str(error))
+    for rank, error in errors.items():
+        if isinstance(error, FailedPrecondition | Aborted):
+            return type(error)(f"rank {rank}: {error}") if rank else error
+    for rank, error in errors.items():
+        if rank:
+            return RankFailed(f"rank {rank}: {error}")
+    return errors[0]

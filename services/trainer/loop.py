@@ -15,7 +15,8 @@
           │                              │
           └──────────────────────────────┤
                                          ▼
-                                      metrics ── every save_interval: checkpoint, then Commit
+                                      metrics ── every save_interval: begin a checkpoint;
+                                                  Commit once it is final on disk
 
 Waits: for the buffer (a sealed batch, an answer), for the agent (to read a version), for the coordinator (to take
 note), for the other ranks; each is on the status board. It never waits for an engine. A kill at any point, of any rank,
@@ -68,6 +69,9 @@ class TrainingRun:
         self._root = host.spec.run_dir / "checkpoints"
         self._digests: list[str] = []
         self._saved_step = -1
+        """Of the newest checkpoint, which may not be final yet; -1 for none."""
+        self._unfinished_step: int | None = None
+        """Of a checkpoint that is being written."""
         self._saving_s = 0.0
         """Spent on checkpoints since the last step was recorded."""
 
@@ -92,6 +96,7 @@ class TrainingRun:
 
     async def _start(self) -> None:
         await self._rank.open()
+        self._host.spawn(self._fleet.watch(), "watch of the ranks")
         state, path = RunState(0, self._spec.digest(), ()), ""
         if steps := checkpoint.checkpoint_steps(self._root):
             self._saved_step = steps[-1]
@@ -118,6 +123,7 @@ class TrainingRun:
         """The next batch and the seconds waited for it; None when the run is complete or was ended."""
         begun, flops = time.monotonic(), forward_flops(self._rank.learner.model)
         while True:
+            await self._finish_save(wait=False)
             self._control.phase = Phase.WAITING
             answer = await self._buffer.lease_batch(self._control.run_epoch, flops)
             waited = time.monotonic() - begun
@@ -154,8 +160,9 @@ class TrainingRun:
         rollout = rollout_metrics(manifest.stats, manifest.schedule)
         self._record({**rollout, **train_metrics(reports), **times})
         warn_of_ranks(reports)
+        await self._finish_save(wait=False)
         if self._control.step % self._spec.trainer.save_interval == 0:
-            await self._save()
+            await self._begin_save()
 
     def _record(self, values: Metrics) -> None:
         """Before the step's checkpoint: a trainer that goes on from it does not repeat the step."""
@@ -166,24 +173,43 @@ class TrainingRun:
         log.info("step done", step=self._control.step, reward=round(values["rollout/mean_reward"], 4))
 
     async def _save(self) -> None:
-        """Checkpoint the step, commit it, and let go of old ones."""
+        """Checkpoint the step now, and commit it."""
+        await self._begin_save()
+        await self._finish_save(wait=True)
+
+    async def _begin_save(self) -> None:
+        """Begin the checkpoint of the step, once the one before is final."""
+        if self._saved_step == self._control.step and self._unfinished_step is not None:
+            return
+        await self._finish_save(wait=True)
         begun = time.monotonic()
         self._control.phase = Phase.SAVING
-        step = self._control.step
-        path = checkpoint.checkpoint_path(self._root, step)
-        await self._fleet.save(step, self._digests)
-        kill_point("trainer_after_checkpoint")
-        await self._buffer.commit(self._control.run_epoch, step, str(path))
-        kill_point("trainer_after_commit")
-        self._saved_step = self._control.committed_step = step
-        await asyncio.to_thread(checkpoint.remove_old, self._root, self._spec.trainer.keep_checkpoints)
-        self._control.answer_saves(Saved(step, str(path)))
+        await self._fleet.begin_save(self._control.step, self._digests)
+        self._saved_step = self._unfinished_step = self._control.step
+        self._saving_s += time.monotonic() - begun
+
+    async def _finish_save(self, *, wait: bool) -> None:
+        """If a checkpoint has been written, or that is to be waited for: commit it, and let go of old ones."""
+        step = self._unfinished_step
+        if step is None:
+            return
+        begun = time.monotonic()
+        if await self._fleet.finish_save(wait=wait):
+            path = str(checkpoint.checkpoint_path(self._root, step))
+            kill_point("trainer_after_checkpoint")
+            await self._buffer.commit(self._control.run_epoch, step, path)
+            kill_point("trainer_after_commit")
+            self._unfinished_step, self._control.committed_step = None, step
+            await asyncio.to_thread(checkpoint.remove_old, self._root, self._spec.trainer.keep_checkpoints)
+            if step == self._control.step:
+                self._control.answer_saves(Saved(step, path))
         self._saving_s += time.monotonic() - begun
 
     async def _finish(self) -> None:
         """Nothing is left to train on: make the result durable, let the evaluation end, export, end the run."""
         if self._saved_step != self._control.step:
-            await self._save()
+            await self._begin_save()
+        await self._finish_save(wait=True)
         if self._spec.evaluation.sets:
             await self._until_evaluated()
         await self._fleet.export_model()

@@ -26,11 +26,12 @@ from services.trainer.model_config import read_config
 from services.trainer.progress import Progress
 from services.trainer.ranks import on_first_rank
 from services.trainer.replica import Replica
+from services.trainer.saving import Saving
 from services.trainer.step import Learner
+from services.trainer.watch import IDLE, watch
 from services.trainer.worker import Worker
 
 RANK_SERVICE = "flotilla.trainer.v1.TrainerRankService"
-IDLE = "waiting to be told"
 
 log = get_logger(__name__)
 
@@ -41,6 +42,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
     def __init__(self, host: ServiceHost) -> None:
         self._host, self._spec = host, host.spec
         self._rank = megatron.rank()
+        self._root = host.spec.run_dir / "checkpoints"
         self._channels = [
             open_channel(one.grpc) for one in (host.spec.services.buffer, host.spec.services.weight_agents[self._rank])
         ]
@@ -52,6 +54,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
         self.learner: Learner
         self._replica: Replica
         self._exporter: Exporter
+        self._saving: Saving
 
     async def open(self) -> None:
         """Meet the other ranks, and build the model. Raises SpecError if the run has another number of ranks."""
@@ -65,6 +68,14 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
         with self._host.board.waiting("the other ranks of the trainer"):
             self.fleet_id = await self._worker.run(self._open)
         self.progress.begin(IDLE)
+
+    async def follow(self) -> None:
+        """Open, and watch rank 0. Raises RankFailed or DeadlineExceeded when that ends or stands still."""
+        await self.open()
+        leader = open_channel(self._spec.services.trainer.grpc)
+        self._channels.append(leader)
+        ranks = {0: rank_pb2_grpc.TrainerRankServiceStub(leader)}
+        await watch(self._spec.run_id, self.fleet_id, ranks, self._spec.trainer.hang_timeout_s)
 
     def _open(self) -> str:
         """Returns the name of the fleet, drawn anew whenever the ranks meet."""
@@ -104,8 +115,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
         if step is None:
             self.learner.load_initial_weights()
         else:
-            path = checkpoint.checkpoint_path(self._spec.run_dir / "checkpoints", step)
-            checkpoint.load(path, self.learner, self._spec.digest())
+            checkpoint.load(checkpoint.checkpoint_path(self._root, step), self.learner, self._spec.digest())
 
     async def TrainBatch(self, request: pb.TrainBatchRequest, context: Any) -> pb.TrainBatchResponse:
         """Train on this rank's micro-batches."""
@@ -128,13 +138,20 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
             await self._exporter.export(request.version)
         return pb.ExportVersionResponse()
 
-    async def SaveState(self, request: pb.SaveStateRequest, context: Any) -> pb.SaveStateResponse:
-        """Write a checkpoint."""
+    async def BeginSave(self, request: pb.BeginSaveRequest, context: Any) -> pb.BeginSaveResponse:
+        """Begin a checkpoint."""
         state = RunState(request.step, self._spec.digest(), tuple(request.batch_digests))
-        root = self._spec.run_dir / "checkpoints"
-        with self._doing(request, "saving a checkpoint"):
-            await self._worker.run(checkpoint.save, root, self.learner, state)
-        return pb.SaveStateResponse()
+        with self._doing(request, "copying a checkpoint"):
+            self._saving = await self._worker.run(checkpoint.begin_save, self._root, self.learner, state)
+        return pb.BeginSaveResponse()
+
+    async def FinishSave(self, request: pb.FinishSaveRequest, context: Any) -> pb.FinishSaveResponse:
+        """Finish the checkpoint that was begun."""
+        with self._doing(request, "finishing a checkpoint"):
+            final = request.wait or await self._worker.run(self._saving.written)
+            if final:
+                await self._worker.run(self._saving.finish)
+        return pb.FinishSaveResponse(final=final)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         """Write a Hugging Face checkpoint."""

@@ -5,12 +5,9 @@ Buffer, weight agent and coordinator are fakes (tests/trainer_peers.py): real gR
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,94 +17,20 @@ from safetensors.torch import load_file
 
 from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from services.common.rpc import call, open_channel
-from services.common.spec import DeviceEndpoint, Endpoint, RunSpec, ServicesSpec, load_run
 from services.trainer.flops import forward_flops
 from services.trainer.model_config import read_config
-from tests.conftest import free_ports
 from tests.tiny_models import save_model
-from tests.trainer_cases import make_spec
-from tests.trainer_peers import Peers, digest, serve_peers
+from tests.trainer_peers import digest
+from tests.trainer_stage import STEPS, Stage, assert_same, finish, make_stage
 
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
-STEPS = 4
 KILL_POINTS = (
     "trainer_after_optimizer_step",
     "trainer_after_ack",
     "trainer_after_checkpoint",
     "trainer_after_commit",
 )
-ROOT = Path(__file__).parents[2]
-
-
-class Stage:
-    """A run directory, the fakes, and trainers that come and go."""
-
-    def __init__(self, spec_file: Path, spec: RunSpec, peers: Peers) -> None:
-        self.spec_file, self.spec, self.peers = spec_file, spec, peers
-        self.shared_memory = Path(f"/dev/shm/flotilla-{spec.run_id}-rank0")
-
-    async def start(self, **environment: str) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-m", "services.trainer", "--run", str(self.spec_file)]
-        environment |= {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-        return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE, env=environment)
-
-    def rows(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.spec.run_dir / "metrics.jsonl").read_text().splitlines()]
-
-    def exported(self) -> dict[str, torch.Tensor]:
-        return load_file(self.spec.run_dir / "hf" / "model.safetensors")
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]), name
-
-
-async def finish(process: asyncio.subprocess.Process, timeout_s: float = 90.0) -> tuple[int, str]:
-    """Exit code and standard error."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, errors = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.communicate()
-        raise
-    assert process.returncode is not None
-    return process.returncode, errors.decode()
-
-
-@asynccontextmanager
-async def make_stage(run_id: str, model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
-    ports = free_ports(5)
-    names = ["buffer", "agent", "weight_sync", "grpc", "http"]
-    at = dict(zip(names, ports, strict=True))
-    services = ServicesSpec(
-        buffer=Endpoint(grpc_port=at["buffer"], http_port=1),
-        weight_sync=Endpoint(grpc_port=at["weight_sync"], http_port=1),
-        weight_agents=[DeviceEndpoint(grpc_port=at["agent"], http_port=1)],
-        trainer=DeviceEndpoint(grpc_port=at["grpc"], http_port=at["http"]),
-    )
-    (tmp_path / "prompts.jsonl").write_text("{}\n")
-    spec = make_spec(
-        model,
-        tmp_path / "run",
-        algorithm={"num_steps_per_rollout": 2},
-        optimizer={"lr": 3e-3},
-        trainer={"save_interval": 2, "keep_checkpoints": 1, "num_threads": 1, "balance_data": True},
-        rollout={"num_rollout": STEPS},
-        services=services.model_dump(mode="json"),
-        data={"prompt_data": str(tmp_path / "prompts.jsonl")},
-    ).model_copy(update={"run_id": run_id})
-    spec_file = tmp_path / "run.toml"
-    spec_file.write_text(spec.to_toml())
-    peers = Peers(num_rollout=STEPS)
-    servers = await serve_peers(peers, at)
-    try:
-        yield Stage(spec_file, load_run(spec_file), peers)
-    finally:
-        await asyncio.gather(*(server.stop(None) for server in servers))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +58,7 @@ async def test_a_whole_run(whole_run: Stage) -> None:
     assert peers.commits == [(step, str(root / f"step-{step:08d}")) for step in (2, 4)]
     assert [path.name for path in root.iterdir()] == ["step-00000004"], "keep_checkpoints = 1"
     assert peers.stopped
-    assert not whole_run.shared_memory.exists()
+    assert not whole_run.shared_memory[0].exists()
 
 
 async def test_the_buffer_hears_of_the_layout(whole_run: Stage, model: Path) -> None:
@@ -182,14 +105,14 @@ async def test_a_killed_trainer_goes_on_where_the_checkpoint_is(whole_run: Stage
         await stage.peers.until(lambda: (1, 2) in stage.peers.acked)
         first.kill()
         await finish(first)
-        assert stage.shared_memory.exists(), "a killed process cannot clean up"
+        assert stage.shared_memory[0].exists(), "a killed process cannot clean up"
         code, errors = await finish(await stage.start())
         assert code == 0, errors[-4000:]
         checkpoint = str(stage.spec.run_dir / "checkpoints" / "step-00000002")
         assert stage.peers.epochs[1] == (2, checkpoint, [digest(0), digest(1)])
         assert stage.peers.acked[3:] == [(2, 2), (2, 3)]
         assert (2, 2) in stage.peers.published, "the version it starts from is published first"
-        assert not stage.shared_memory.exists()
+        assert not stage.shared_memory[0].exists()
         assert_same(stage.exported(), whole_run.exported())
 
 
@@ -268,7 +191,7 @@ async def test_control_and_restarts_of_peers(model: Path, tmp_path: Path) -> Non
         code, errors = await finish(process)
         assert code == 1
         assert "epoch 1 is old" in errors
-        assert not stage.shared_memory.exists()
+        assert not stage.shared_memory[0].exists()
 
 
 async def test_a_signal_stops_it(model: Path, tmp_path: Path) -> None:
@@ -279,7 +202,7 @@ async def test_a_signal_stops_it(model: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         code, errors = await finish(process, 20)
         assert code == 0, errors[-4000:]
-        assert not stage.shared_memory.exists()
+        assert not stage.shared_memory[0].exists()
 
 
 async def test_an_unknown_model_type_is_named(model: Path, tmp_path: Path) -> None:

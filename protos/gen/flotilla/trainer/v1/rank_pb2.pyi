@@ -113,7 +113,7 @@ class ExportVersionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SaveStateRequest(_message.Message):
+class BeginSaveRequest(_message.Message):
     __slots__ = ("run_id", "request_id", "fleet_id", "step", "batch_digests")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -127,9 +127,27 @@ class SaveStateRequest(_message.Message):
     batch_digests: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., fleet_id: _Optional[str] = ..., step: _Optional[int] = ..., batch_digests: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class SaveStateResponse(_message.Message):
+class BeginSaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FinishSaveRequest(_message.Message):
+    __slots__ = ("run_id", "request_id", "fleet_id", "wait")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FLEET_ID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    request_id: str
+    fleet_id: str
+    wait: bool
+    def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., fleet_id: _Optional[str] = ..., wait: _Optional[bool] = ...) -> None: ...
+
+class FinishSaveResponse(_message.Message):
+    __slots__ = ("final",)
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    final: bool
+    def __init__(self, final: _Optional[bool] = ...) -> None: ...
 
 class ExportModelRequest(_message.Message):
     __slots__ = ("run_id", "request_id", "fleet_id")

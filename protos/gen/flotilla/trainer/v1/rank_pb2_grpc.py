@@ -60,10 +60,15 @@ class TrainerRankServiceStub:
                 request_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.ExportVersionRequest.SerializeToString,
                 response_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.ExportVersionResponse.FromString,
                 _registered_method=True)
-        self.SaveState = channel.unary_unary(
-                '/flotilla.trainer.v1.TrainerRankService/SaveState',
-                request_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.SaveStateRequest.SerializeToString,
-                response_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.SaveStateResponse.FromString,
+        self.BeginSave = channel.unary_unary(
+                '/flotilla.trainer.v1.TrainerRankService/BeginSave',
+                request_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.BeginSaveRequest.SerializeToString,
+                response_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.BeginSaveResponse.FromString,
+                _registered_method=True)
+        self.FinishSave = channel.unary_unary(
+                '/flotilla.trainer.v1.TrainerRankService/FinishSave',
+                request_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.FinishSaveRequest.SerializeToString,
+                response_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.FinishSaveResponse.FromString,
                 _registered_method=True)
         self.ExportModel = channel.unary_unary(
                 '/flotilla.trainer.v1.TrainerRankService/ExportModel',
@@ -114,8 +119,15 @@ class TrainerRankServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SaveState(self, request, context):
-        """Writes its part of a checkpoint; answers when all of it is final on disk.
+    def BeginSave(self, request, context):
+        """Copies its part of a checkpoint, and begins to write it; answers when training may go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishSave(self, request, context):
+        """Makes the checkpoint that was begun final, if every rank has written its part.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,10 +170,15 @@ def add_TrainerRankServiceServicer_to_server(servicer, server):
                     request_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.ExportVersionRequest.FromString,
                     response_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.ExportVersionResponse.SerializeToString,
             ),
-            'SaveState': grpc.unary_unary_rpc_method_handler(
-                    servicer.SaveState,
-                    request_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.SaveStateRequest.FromString,
-                    response_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.SaveStateResponse.SerializeToString,
+            'BeginSave': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginSave,
+                    request_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.BeginSaveRequest.FromString,
+                    response_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.BeginSaveResponse.SerializeToString,
+            ),
+            'FinishSave': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishSave,
+                    request_deserializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.FinishSaveRequest.FromString,
+                    response_serializer=flotilla_dot_trainer_dot_v1_dot_rank__pb2.FinishSaveResponse.SerializeToString,
             ),
             'ExportModel': grpc.unary_unary_rpc_method_handler(
                     servicer.ExportModel,
@@ -299,7 +316,7 @@ class TrainerRankService:
             _registered_method=True)
 
     @staticmethod
-    def SaveState(request,
+    def BeginSave(request,
             target,
             options=(),
             channel_credentials=None,
@@ -312,9 +329,36 @@ class TrainerRankService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/flotilla.trainer.v1.TrainerRankService/SaveState',
-            flotilla_dot_trainer_dot_v1_dot_rank__pb2.SaveStateRequest.SerializeToString,
-            flotilla_dot_trainer_dot_v1_dot_rank__pb2.SaveStateResponse.FromString,
+            '/flotilla.trainer.v1.TrainerRankService/BeginSave',
+            flotilla_dot_trainer_dot_v1_dot_rank__pb2.BeginSaveRequest.SerializeToString,
+            flotilla_dot_trainer_dot_v1_dot_rank__pb2.BeginSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishSave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.trainer.v1.TrainerRankService/FinishSave',
+            flotilla_dot_trainer_dot_v1_dot_rank__pb2.FinishSaveRequest.SerializeToString,
+            flotilla_dot_trainer_dot_v1_dot_rank__pb2.FinishSaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,8 +47,10 @@ class TrainerRankServiceStub:
     """Fetches the samples of its micro-batches from the buffer, and trains on them."""
     ExportVersion: _grpc.UnaryUnaryMultiCallable[_rank_pb2.ExportVersionRequest, _rank_pb2.ExportVersionResponse]
     """Writes the weights that it owns to where its weight agent reads them; answers when the agent has read them."""
-    SaveState: _grpc.UnaryUnaryMultiCallable[_rank_pb2.SaveStateRequest, _rank_pb2.SaveStateResponse]
-    """Writes its part of a checkpoint; answers when all of it is final on disk."""
+    BeginSave: _grpc.UnaryUnaryMultiCallable[_rank_pb2.BeginSaveRequest, _rank_pb2.BeginSaveResponse]
+    """Copies its part of a checkpoint, and begins to write it; answers when training may go on."""
+    FinishSave: _grpc.UnaryUnaryMultiCallable[_rank_pb2.FinishSaveRequest, _rank_pb2.FinishSaveResponse]
+    """Makes the checkpoint that was begun final, if every rank has written its part."""
     ExportModel: _grpc.UnaryUnaryMultiCallable[_rank_pb2.ExportModelRequest, _rank_pb2.ExportModelResponse]
     """Writes its part of a Hugging Face checkpoint."""
     EndRank: _grpc.UnaryUnaryMultiCallable[_rank_pb2.EndRankRequest, _rank_pb2.EndRankResponse]
@@ -73,8 +75,10 @@ class TrainerRankServiceAsyncStub(TrainerRankServiceStub):
     """Fetches the samples of its micro-batches from the buffer, and trains on them."""
     ExportVersion: _aio.UnaryUnaryMultiCallable[_rank_pb2.ExportVersionRequest, _rank_pb2.ExportVersionResponse]  # type: ignore[assignment]
     """Writes the weights that it owns to where its weight agent reads them; answers when the agent has read them."""
-    SaveState: _aio.UnaryUnaryMultiCallable[_rank_pb2.SaveStateRequest, _rank_pb2.SaveStateResponse]  # type: ignore[assignment]
-    """Writes its part of a checkpoint; answers when all of it is final on disk."""
+    BeginSave: _aio.UnaryUnaryMultiCallable[_rank_pb2.BeginSaveRequest, _rank_pb2.BeginSaveResponse]  # type: ignore[assignment]
+    """Copies its part of a checkpoint, and begins to write it; answers when training may go on."""
+    FinishSave: _aio.UnaryUnaryMultiCallable[_rank_pb2.FinishSaveRequest, _rank_pb2.FinishSaveResponse]  # type: ignore[assignment]
+    """Makes the checkpoint that was begun final, if every rank has written its part."""
     ExportModel: _aio.UnaryUnaryMultiCallable[_rank_pb2.ExportModelRequest, _rank_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes its part of a Hugging Face checkpoint."""
     EndRank: _aio.UnaryUnaryMultiCallable[_rank_pb2.EndRankRequest, _rank_pb2.EndRankResponse]  # type: ignore[assignment]
@@ -122,12 +126,20 @@ class TrainerRankServiceServicer(metaclass=_abc_1.ABCMeta):
         """Writes the weights that it owns to where its weight agent reads them; answers when the agent has read them."""
 
     @_abc_1.abstractmethod
-    def SaveState(
+    def BeginSave(
         self,
-        request: _rank_pb2.SaveStateRequest,
+        request: _rank_pb2.BeginSaveRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_rank_pb2.SaveStateResponse, _abc.Awaitable[_rank_pb2.SaveStateResponse]]:
-        """Writes its part of a checkpoint; answers when all of it is final on disk."""
+    ) -> _typing.Union[_rank_pb2.BeginSaveResponse, _abc.Awaitable[_rank_pb2.BeginSaveResponse]]:
+        """Copies its part of a checkpoint, and begins to write it; answers when training may go on."""
+
+    @_abc_1.abstractmethod
+    def FinishSave(
+        self,
+        request: _rank_pb2.FinishSaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rank_pb2.FinishSaveResponse, _abc.Awaitable[_rank_pb2.FinishSaveResponse]]:
+        """Makes the checkpoint that was begun final, if every rank has written its part."""
 
     @_abc_1.abstractmethod
     def ExportModel(

@@ -1,0 +1,148 @@
+"""The trainer as a fleet of ranks: real processes that meet over gloo, between stand-ins for their peers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flotilla.trainer.v1 import rank_pb2, rank_pb2_grpc
+from services.common.rpc import call, open_channel
+from tests.tiny_models import save_model
+from tests.trainer_stage import STEPS, Stage, assert_same, finish, finish_all, make_stage
+
+pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
+
+DATA_2 = {"tensor": 1}
+TENSOR_2 = {"tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, seed=21)
+    return path
+
+
+@pytest.fixture(scope="module")
+async def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    """One rank."""
+    async with make_stage("fleet-alone", model, tmp_path_factory.mktemp("alone")) as stage:
+        code, errors = await finish(await stage.start())
+        assert code == 0, errors[-4000:]
+        yield stage
+
+
+@pytest.fixture(scope="module", params=[DATA_2, TENSOR_2], ids=["data 2", "tensor 2"])
+async def whole_run(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stage]:
+    """An uninterrupted run of two ranks."""
+    async with make_stage("fleet-whole", model, tmp_path_factory.mktemp("whole"), 2, parallel=request.param) as stage:
+        for code, errors in await finish_all(await stage.start_all()):
+            assert code == 0, errors[-4000:]
+        yield stage
+
+
+async def test_a_fleet_does_what_one_rank_does(whole_run: Stage, alone: Stage) -> None:
+    peers = whole_run.peers
+    assert peers.acked == [(1, batch) for batch in range(STEPS)]
+    assert peers.published == [(1, step) for step in range(STEPS + 1)]
+    assert [step for step, _ in peers.commits] == [2, 4]
+    for found, expected in zip(whole_run.rows(), alone.rows(), strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/entropy", "train/ppo_kl", "train/log_prob_gap_mean"):
+            assert math.isclose(found[name], expected[name], rel_tol=1e-4, abs_tol=1e-5), name
+    exported = alone.exported()
+    for name, tensor in whole_run.exported().items():
+        assert torch.allclose(tensor, exported[name], atol=1e-4), name
+    assert not any(memory.exists() for memory in whole_run.shared_memory)
+
+
+async def test_every_tensor_is_shared_by_one_rank(whole_run: Stage) -> None:
+    """And the agents read the weights that are exported at the end."""
+    exported = whole_run.exported()
+    names = []
+    for agent in whole_run.agents:
+        assert agent.registered is not None
+        memory = torch.frombuffer(bytearray(agent.memory[1, STEPS]), dtype=torch.uint8)
+        for one in agent.registered.slices:
+            assert list(one.shape) == list(one.full_shape)
+            part = memory[one.offset_bytes :][: 4 * exported[one.name].numel()].view(torch.float32)
+            assert torch.equal(part.view(*one.shape), exported[one.name]), one.name
+            names.append(one.name)
+    assert sorted(names) == sorted(exported)
+    sizes = [agent.registered.shared_memory_bytes for agent in whole_run.agents if agent.registered]
+    assert max(sizes) < 0.7 * sum(sizes)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_rank_that_is_killed_ends_all_and_the_next_fleet_goes_on_exactly(
+    whole_run: Stage, model: Path, tmp_path: Path, victim: int
+) -> None:
+    """Once before the first checkpoint is final, and once after."""
+    parallel = whole_run.spec.parallel.model_dump()
+    async with make_stage(f"fleet-killed-{victim}", model, tmp_path, 2, parallel=parallel) as stage:
+        for acked in (1, 3):
+            trainers = await stage.start_all()
+            await stage.peers.until(lambda acked=acked: len({batch for _, batch in stage.peers.acked}) >= acked, 120)
+            killed = time.monotonic()
+            trainers[victim].send_signal(signal.SIGKILL)
+            ended = await finish_all(trainers, 90)
+            assert ended[1 - victim][0] not in (0, -signal.SIGKILL), ended[1 - victim][1][-3000:]
+            assert time.monotonic() - killed < 60
+        for code, errors in await finish_all(await stage.start_all()):
+            assert code == 0, errors[-4000:]
+        assert_same(stage.exported(), whole_run.exported())
+        assert stage.peers.epochs[1][0] in (0, 2)
+        last = {int(row["step"]): row for row in stage.rows()}
+        assert [last[step]["train/loss"] for step in sorted(last)] == [row["train/loss"] for row in whole_run.rows()]
+
+
+async def test_a_rank_that_stands_still_is_named(model: Path, tmp_path: Path) -> None:
+    async with make_stage("fleet-hangs", model, tmp_path, 2, trainer={"hang_timeout_s": 8.0}) as stage:
+        stage.peers.hold_batches = True
+        trainers = await stage.start_all()
+        await stage.peers.until(lambda: (1, 0) in stage.peers.published, 90)
+        os.kill(trainers[1].pid, signal.SIGSTOP)
+        stage.peers.hold_batches = False
+        await stage.peers.tell()
+        code, errors = await finish(trainers[0], 60)
+        trainers[1].kill()
+        await trainers[1].communicate()
+        assert code == 1
+        assert "rank 1 does not answer" in errors, errors[-3000:]
+
+
+async def test_a_rank_of_another_fleet_does_nothing(model: Path, tmp_path: Path) -> None:
+    async with make_stage("fleet-fence", model, tmp_path, 2) as stage:
+        stage.peers.hold_batches = True
+        trainers = await stage.start_all()
+        await stage.peers.until(lambda: (1, 0) in stage.peers.published, 90)
+        async with open_channel(stage.spec.services.trainers[1].grpc) as channel:
+            rank = rank_pb2_grpc.TrainerRankServiceStub(channel)
+            status = await call(
+                rank.GetRankStatus, rank_pb2.GetRankStatusRequest(run_id=stage.spec.run_id), timeout_s=5
+            )
+            assert status.fleet_id and status.doing == "waiting to be told"
+            end = rank_pb2.EndRankRequest(run_id=stage.spec.run_id, request_id="x", fleet_id="old")
+            with pytest.raises(Exception, match="another fleet"):
+                await call(rank.EndRank, end, timeout_s=5)
+        for one in trainers:
+            one.send_signal(signal.SIGTERM)
+        assert [code for code, _ in await finish_all(trainers, 40)] == [0, 0]
+
+
+async def test_too_few_ranks_are_refused(model: Path, tmp_path: Path) -> None:
+    async with make_stage("fleet-few", model, tmp_path, 2) as stage:
+        code, errors = await finish(await stage.start(WORLD_SIZE="1"))
+        assert code == 2
+        assert "services.trainer_ranks" in errors and "torchrun" in errors
+        code, errors = await finish(await stage.start(rank=5))
+        assert code == 2
+        assert "RANK is 5" in errors
