@@ -122,11 +122,16 @@ def export_hf(learner: Learner, source: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
-            shutil.copy2(file, temporary)
+    copy_other_files(source, temporary)
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
     tensors |= mtp_tensors(learner.model, source)
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
+
+
+def copy_other_files(source: Path, target: Path) -> None:
+    """Of a Hugging Face checkpoint, all files but the weights: config, tokenizer, licence."""
+    for file in source.iterdir():
+        if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
+            shutil.copy2(file, target)
