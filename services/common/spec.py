@@ -290,7 +290,7 @@ class ParallelSpec(Strict):
         }
         for name, size in copies.items():
             if ranks % size:
-                raise InvalidArgument(f"parallel: {name} = {size} does not divide the {ranks} ranks of the trainer")
+                raise InvalidArgument(f"parallel: {name} = {size} does not divide the {ranks} ranks")
 
 
 class WeightSyncSpec(Strict):
@@ -560,7 +560,10 @@ class RunSpec(Strict):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        self.parallel.check_ranks(len(self.services.trainers))
+        try:
+            self.parallel.check_ranks(len(self.services.trainers))
+        except InvalidArgument as error:
+            raise ValueError(f"{error} of the trainer (services.trainer and services.trainer_ranks)") from None
         return self
 
     @property

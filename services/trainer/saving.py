@@ -96,7 +96,7 @@ class Saving:
         try:
             for finalize in self._finalize:
                 finalize()
-        except CheckpointException as error:
+        except (CheckpointException, OSError) as error:
             raise CheckpointError(f"{self._final}: not written: {error}") from error
         files = {name: value for one in everyone for name, value in one.items()}
         on_first_rank(partial(_publish, self._temporary, self._final, self._state, files))

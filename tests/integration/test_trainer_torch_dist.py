@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.common.errors import FlotillaError
+from services.common.service import EXIT_BAD_INPUT
 from services.common.spec import ParallelSpec
 from services.trainer import megatron, torch_dist
+from services.trainer.checkpoint import RunState, save
 from services.trainer.hf_mapping import find_tensors
 from services.trainer.megatron import ONE_RANK
 from services.trainer.model_config import read_config
@@ -130,6 +132,39 @@ def test_a_run_starts_from_torch_dist(models: Path, tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
     for (_, _, ours), (_, _, theirs) in zip(learner.optimizer.shards(), expected.optimizer.shards(), strict=True):
         assert torch.equal(ours["param"], theirs["param"])
+
+
+def flotilla(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli.loading", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True, check=False)
+
+
+def test_a_run_is_exported(models: Path, tmp_path: Path) -> None:
+    spec = make_spec(models / "glm4_moe", tmp_path / "run")
+    learner = Learner(spec, read_config(models / "glm4_moe"))
+    learner.load_initial_weights()
+    for step in (1, 2):
+        save(tmp_path / "run" / "checkpoints", learner, RunState(step, "digest", ("batch",) * step))
+        torch.nn.init.zeros_(next(learner.module.parameters()))  # so that only the first has the model's weights
+    (tmp_path / "run" / "run.toml").write_text(spec.to_toml())
+    done = flotilla("export", tmp_path / "run" / "checkpoints" / "step-00000001", "--output", tmp_path / "first")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'first'} is complete\n"), done.stderr
+    compare(models / "glm4_moe", tmp_path / "first")
+    done = flotilla("export", tmp_path / "run", "--output", tmp_path / "newest")
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AssertionError, match="embed_tokens"):
+        compare(models / "glm4_moe", tmp_path / "newest")
+
+
+def test_what_cannot_be_used_is_one_line(models: Path, tmp_path: Path) -> None:
+    convert = ("convert", "hf-to-torch-dist", "--hf", models / "qwen3", "--output", tmp_path / "torch_dist")
+    for arguments, why in (
+        ((*convert, "--tensor", 2), "parallel: tensor x pipeline = 2 does not divide the 1 ranks"),
+        (("export", tmp_path, "--output", tmp_path / "hf"), f"{tmp_path} belongs to no run"),
+    ):
+        done = flotilla(*arguments)
+        assert done.returncode == EXIT_BAD_INPUT
+        assert why in done.stderr and done.stderr.count("\n") == 1
 
 
 def other_config(model: Path, folder: Path, **fields: int) -> Path:
