@@ -112,3 +112,16 @@ def save_model(path: Path, family: str = "qwen3", *, seed: int = 0, tied: bool =
             weight.copy_(1 + 0.1 * noise if "norm" in name else 0.08 * noise)
     model.save_pretrained(path)
     return model
+
+
+def save_mtp_model(path: Path, family: str) -> None:
+    """A random model of three layers and one for multi-token prediction, in one file."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    save_model(path, family, tied=False, num_nextn_predict_layers=1)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {name.replace("layers.2.", "layers.3."): x + 1 for name, x in tensors.items() if "layers.2." in name}
+    tensors["model.layers.3.eh_proj.weight"] = torch.randn(128, 256)
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""`flotilla convert`: checkpoints between bf16 and fp8, without a GPU. Killed, it goes on where it was."""
+"""`flotilla convert`: checkpoints between bf16 and fp8, and between Hugging Face's layout and Megatron's torch_dist."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from services.cli.loading import EXIT_INTERRUPTED, loading
 from services.cli.progress import byte_progress
 from services.cli.run_argument import refuse
 from services.common.errors import InvalidArgument
+from services.trainer.convert import hf_to_torch_dist, torch_dist_to_hf
 from services.weight_sync.layout import CHANNEL, TENSOR, Scaling
 
 if TYPE_CHECKING:
     from services.weight_sync.checkpoints.plan import Conversion
     from services.weight_sync.checkpoints.weights import Contents
 
-app = typer.Typer(no_args_is_help=True, help="Convert a checkpoint between bf16 and fp8, without a GPU.")
+app = typer.Typer(no_args_is_help=True, help="Convert a checkpoint to another precision or layout, without a GPU.")
+app.command("hf-to-torch-dist")(hf_to_torch_dist)
+app.command("torch-dist-to-hf")(torch_dist_to_hf)
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Directory of a Hugging Face checkpoint.")]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="New directory, or that of the same conversion, killed.")]

@@ -11,6 +11,7 @@ from rich.console import Console
 from services.cli.buffer import app as buffer_app
 from services.cli.checkpoint import inspect, verify
 from services.cli.convert import app as convert_app
+from services.cli.export import export
 from services.cli.grade import grade
 from services.cli.lock import LockHeld, lock_holder, stop_supervisor, supervisor_lock
 from services.cli.observe import Observation, Observer
@@ -30,6 +31,7 @@ DOWN_DEADLINE_S = 60.0
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(buffer_app, name="buffer")
 app.add_typer(convert_app, name="convert")
+app.command()(export)
 app.command()(grade)
 app.command()(inspect)
 app.command()(verify)

@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from services.common.errors import InvalidArgument
+
 ENV_PREFIX = "FLOTILLA__"
 LAYOUT_SECTIONS = {"run_dir", "services", "redis", "parallel"}
 """What says where things run, not what they compute; left out of the spec digest."""
@@ -55,6 +57,9 @@ class ModelSpec(Strict):
 
     hf_checkpoint: Path
     """Directory of a Hugging Face checkpoint: config, tokenizer, safetensors. Initial weights."""
+    load: Path = Path()
+    """Directory that `flotilla convert hf-to-torch-dist` wrote of it, or a checkpoint of another run: the trainer's
+    initial weights, optimizer anew. Empty takes those of hf_checkpoint."""
 
 
 class DataSpec(Strict):
@@ -278,6 +283,16 @@ class ParallelSpec(Strict):
     def expert_replica_ranks(self) -> int:
         """Ranks that hold one copy of the experts."""
         return self.expert_tensor * self.expert * self.pipeline
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise InvalidArgument, naming the fields, if so many ranks cannot be laid out so."""
+        copies = {
+            "tensor x pipeline": self.replica_ranks,
+            "expert_tensor x expert x pipeline": self.expert_replica_ranks,
+        }
+        for name, size in copies.items():
+            if ranks % size:
+                raise InvalidArgument(f"parallel: {name} = {size} does not divide the {ranks} ranks")
 
 
 class WeightSyncSpec(Strict):
@@ -549,17 +564,10 @@ class RunSpec(Strict):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        ranks, parallel = len(self.services.trainers), self.parallel
-        copies = {
-            "tensor x pipeline": parallel.replica_ranks,
-            "expert_tensor x expert x pipeline": parallel.expert_replica_ranks,
-        }
-        for name, size in copies.items():
-            if ranks % size:
-                raise ValueError(
-                    f"parallel: {name} = {size} does not divide the {ranks} ranks of the trainer "
-                    "(services.trainer and services.trainer_ranks)"
-                )
+        try:
+            self.parallel.check_ranks(len(self.services.trainers))
+        except InvalidArgument as error:
+            raise ValueError(f"{error} of the trainer (services.trainer and services.trainer_ranks)") from None
         return self
 
     @property
@@ -575,6 +583,8 @@ class RunSpec(Strict):
     def check_files(self) -> None:
         """Raise SpecError if a file that the run reads is missing."""
         wanted = {"model.hf_checkpoint": self.model.hf_checkpoint / "config.json"}
+        if self.model.load != Path():
+            wanted["model.load"] = self.model.load / "state.json"
         wanted["data.prompt_data"] = self.data.prompt_data
         wanted |= {f"evaluation.sets.{name}.prompt_data": one.prompt_data for name, one in self.evaluation.sets.items()}
         for field, path in wanted.items():
@@ -661,6 +671,8 @@ def _resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
     table = spec.model_dump()
     table["run_dir"] = base / (spec.run_dir if spec.run_dir != Path() else Path("runs") / spec.run_id)
     table["model"]["hf_checkpoint"] = base / spec.model.hf_checkpoint
+    if spec.model.load != Path():
+        table["model"]["load"] = base / spec.model.load
     table["data"]["prompt_data"] = base / spec.data.prompt_data
     for one in table["evaluation"]["sets"].values():
         one["prompt_data"] = base / one["prompt_data"]

@@ -8,7 +8,7 @@ since that depends on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -30,27 +30,31 @@ OPTIMIZER_PREFIX = "optimizer."
 
 def weight_boxes(module: MegatronModule) -> list[ShardedTensor]:
     """All weights of this rank, and the routers' biases, whoever else has them too; the data are views."""
-    cuts = [cut for several in _cuts_of(module).values() for cut in several]
-    return [box for cut in cuts for box in _boxes(cut, cut.key, _flat(_data(cut)), 0)]
+    return [
+        box
+        for weight, cuts in cuts_of(module).items()
+        for box in boxes_of(cuts, weight, 0, {"": weight.detach().view(-1)})
+    ]
 
 
 def optimizer_boxes(module: MegatronModule, optimizer: Optimizer) -> list[ShardedTensor]:
     """Float32 weights and moments of what this rank updates; the data are views."""
-    cuts = _cuts_of(module)
+    cuts = cuts_of(module)
     found = []
     for weight, begin, state in optimizer.shards():
         named = {f"{OPTIMIZER_PREFIX}{name}.": tensor for name, tensor in state.items()}
-        found += _shard_boxes(cuts[weight], weight, begin, named)
+        found += boxes_of(map(_of_data_parallel, cuts[weight]), weight, begin, named)
     return found
 
 
 def owned_boxes(module: MegatronModule, optimizer: Optimizer) -> list[ShardedTensor]:
     """What this rank writes of a model in training: every element of weights and optimizer is owned by one rank."""
-    cuts = _cuts_of(module)
+    cuts = cuts_of(module)
     found = optimizer_boxes(module, optimizer)
     for weight, begin, state in optimizer.shards():
         size = next(iter(state.values())).numel()
-        found += _shard_boxes(cuts[weight], weight, begin, {"": _flat(weight)[begin : begin + size]})
+        mine = {"": weight.detach().view(-1)[begin : begin + size]}
+        found += boxes_of(map(_of_data_parallel, cuts[weight]), weight, begin, mine)
     biases = [cut for weight, several in cuts.items() if not isinstance(weight, torch.nn.Parameter) for cut in several]
     return only_owned([*found, *biases])
 
@@ -60,7 +64,7 @@ def only_owned(boxes: list[ShardedTensor]) -> list[ShardedTensor]:
     return [box for box in boxes if is_main_replica(box.replica_id)]
 
 
-def _cuts_of(module: MegatronModule) -> dict[Tensor, list[ShardedTensor]]:
+def cuts_of(module: MegatronModule) -> dict[Tensor, list[ShardedTensor]]:
     """Where each weight lies in the whole model: gate and up of a feed-forward apart, everything else in one piece."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     tree = module.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
@@ -73,18 +77,30 @@ def _cuts_of(module: MegatronModule) -> dict[Tensor, list[ShardedTensor]]:
     return cuts
 
 
-def _shard_boxes(
-    cuts: list[ShardedTensor], weight: Tensor, begin: int, named: Mapping[str, Tensor]
+def boxes_of(
+    cuts: Iterable[ShardedTensor], weight: Tensor, begin: int, named: Mapping[str, Tensor]
 ) -> Iterator[ShardedTensor]:
-    """Boxes of elements `begin` and on of a weight, by prefix of their names; other data-parallel ranks have others."""
+    """Boxes of tensors that are the elements `begin` and on of a weight, flat.
+
+    Args:
+        cuts: Of the weight.
+        weight: As the cuts were made from it.
+        begin: Element of the weight.
+        named: `[n]` tensors by what comes before the weight's name.
+    """
     for cut in cuts:
-        data = _data(cut)
-        first = int(data.storage_offset() - weight.storage_offset())
+        assert cut.data is not None
+        first = int(cut.data.storage_offset() - weight.storage_offset())
         for prefix, flat in named.items():
-            low, high = max(begin, first), min(begin + flat.numel(), first + data.numel())
+            low, high = max(begin, first), min(begin + flat.numel(), first + cut.data.numel())
             if low < high:
-                own = replace(cut, replica_id=(*_replica(cut)[:-1], 0))
-                yield from _boxes(own, prefix + cut.key, flat[low - begin : high - begin], low - first)
+                yield from _boxes(cut, prefix + cut.key, flat[low - begin : high - begin], low - first)
+
+
+def _of_data_parallel(cut: ShardedTensor) -> ShardedTensor:
+    """As a part of a weight that the data-parallel ranks share; Megatron numbers them last among those that have it."""
+    assert isinstance(cut.replica_id, tuple)
+    return replace(cut, replica_id=(*cut.replica_id[:-1], 0))
 
 
 def _boxes(cut: ShardedTensor, key: str, flat: Tensor, begin: int) -> Iterator[ShardedTensor]:
@@ -109,18 +125,3 @@ def _boxes(cut: ShardedTensor, key: str, flat: Tensor, begin: int) -> Iterator[S
             replica_id=cut.replica_id,
         )
         flat, begin = flat[size:], begin + size
-
-
-def _data(cut: ShardedTensor) -> Tensor:
-    assert cut.data is not None
-    return cut.data
-
-
-def _replica(cut: ShardedTensor) -> tuple[int, ...]:
-    """The ranks that have the same: by pipeline, tensor and data parallelism."""
-    assert isinstance(cut.replica_id, tuple)
-    return cut.replica_id
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from services.trainer.boxes import optimizer_boxes, owned_boxes, weight_boxes
 from services.trainer.loading import STATE_FILE, CheckpointError, fill, read_table
 from services.trainer.megatron import ShardedObject, get_cuda_rng_tracker, parallel_state
-from services.trainer.saving import Saving
+from services.trainer.ranks import on_first_rank
+from services.trainer.saving import TEMPORARY_PREFIX, Saving
 from services.trainer.step import Learner
 
 STEPS = "optimizer_steps"
@@ -62,8 +64,10 @@ def save(root: Path, learner: Learner, state: RunState) -> Path:
 def begin_save(root: Path, learner: Learner, state: RunState) -> Saving:
     """Begin the checkpoint of a step, and return when training may go on; `finish` makes it final.
 
-    Needs host memory for what this rank owns: with bfloat16 some 14 bytes for each parameter, divided by the ranks.
+    Needs host memory for what this rank owns: with bfloat16 14 bytes for each of its parameters. What killed saves left
+    goes.
     """
+    on_first_rank(partial(_remove_unfinished, root))
     return Saving(
         checkpoint_path(root, state.step),
         owned_boxes(learner.module, learner.optimizer),
@@ -101,6 +105,11 @@ def read_state(path: Path) -> RunState:
         return RunState(table["step"], table["spec_digest"], tuple(table["batch_digests"]))
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: {STATE_FILE} names no {error}; not a checkpoint of a run") from error
+
+
+def _remove_unfinished(root: Path) -> None:
+    for left_over in root.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(left_over)
 
 
 def _layout() -> dict[str, Any]:

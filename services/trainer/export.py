@@ -23,11 +23,14 @@ from torch import Tensor
 from services.common.cuda_ipc import export_memory
 from services.trainer.hf_mapping import hf_tensors, mtp_tensors
 from services.trainer.ranks import all_ranks, on_first_rank
+from services.trainer.saving import TEMPORARY_PREFIX, sync
 from services.trainer.step import Learner
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the POSIX shared memory of Linux
 ALIGNMENT_BYTES = 64
 """A cache line, and more than any vector load needs."""
+WHOLE = "model.safetensors"
+"""All weights in one file."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -124,30 +127,45 @@ def export_hf(learner: Learner, source: Path, target: Path) -> None:
         source: Checkpoint that it started from: layers for multi-token prediction and other files are as there.
         target: Directory to write.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    temporary = target.with_name(f".{target.name}.unfinished")
-    on_first_rank(partial(_begin_folder, source, temporary))
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    on_first_rank(partial(make_anew, temporary))
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         tensors |= mtp_tensors(learner.model, source)
-    file = f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else "model.safetensors"
-    save_file(tensors, temporary / file, metadata={"format": "pt"})
-    index = all_ranks({name: (file, tensor.nbytes) for name, tensor in tensors.items()})
-    on_first_rank(partial(_end_folder, temporary, target, {name: at for one in index for name, at in one.items()}))
+    file = temporary / (f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else WHOLE)
+    save_file(tensors, file, metadata={"format": "pt"})
+    sync(file)
+    index = all_ranks({name: (file.name, tensor.nbytes) for name, tensor in tensors.items()})
+    sizes = {name: entry for one in index for name, entry in one.items()}
+    on_first_rank(partial(publish_hf, sizes, temporary, source, target))
 
 
-def _begin_folder(source: Path, temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+def make_anew(directory: Path) -> None:
+    """An empty directory, whatever was there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def publish_hf(sizes: dict[str, tuple[str, int]], temporary: Path, source: Path, target: Path) -> None:
+    """On one rank, when all weights have been written: add index and other files, force them to disk, rename.
+
+    Args:
+        sizes: File and bytes of each tensor.
+        temporary: Directory that has the weights.
+        source: Checkpoint whose other files are copied: config, tokenizer, licence.
+        target: Directory to make.
+    """
     for file in source.iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
             shutil.copy2(file, temporary)
-
-
-def _end_folder(temporary: Path, target: Path, index: dict[str, tuple[str, int]]) -> None:
-    if len({file for file, _ in index.values()}) > 1:
-        total = sum(size for _, size in index.values())
-        table = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in index.items()}}
-        (temporary / "model.safetensors.index.json").write_text(json.dumps(table, indent=1))
+    weight_map = {name: file for name, (file, _) in sorted(sizes.items())}
+    total = sum(size for _, size in sizes.values())
+    if not (temporary / WHOLE).is_file():
+        table = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (temporary / f"{WHOLE}.index.json").write_text(json.dumps(table, indent=2))
+    for path in (*temporary.iterdir(), temporary):
+        sync(path)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
+    sync(target.parent)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.trainer.layout import Cut, Owner, Owners, cut_of, gather, global_name
@@ -238,10 +240,20 @@ def find_tensors(checkpoint: Path) -> dict[str, Path]:
         return {name: checkpoint / file for name, file in files.items()}
     if not single.is_file():
         raise ModelError(f"{checkpoint}: neither {single.name} nor {index.name} is there")
-    with safe_open(single, "pt") as tensors:
+    with open_weights(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
 
 
+@contextmanager
+def open_weights(file: Path) -> Iterator[Any]:
+    """A safetensors file. Raises ModelError, naming it, if it is damaged or lacks what is asked for."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ModelError(f"{file}: {error}") from None
+
+
 def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, "pt") as tensors:
+    with open_weights(file) as tensors:
         return tensors.get_tensor(name)

@@ -94,8 +94,7 @@ def check_tensors(path: Path, boxes: Sequence[ShardedTensor]) -> None:
     wanted = {
         key: shape for one in all_ranks({box.key: box.global_shape for box in boxes}) for key, shape in one.items()
     }
-    stored: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(path))
-    found = {key: one.global_shape for key, one in stored.items()}
+    found = {key: one.global_shape for key, one in stored_tensors(path).items()}
     for key in sorted(wanted):
         if key not in found:
             raise CheckpointError(f"{path}: {key} of the model is missing")
@@ -103,6 +102,12 @@ def check_tensors(path: Path, boxes: Sequence[ShardedTensor]) -> None:
             raise CheckpointError(f"{path}: {key} is {list(found[key])}, but that of the model is {list(wanted[key])}")
     if unknown := sorted(key for key in found.keys() - wanted.keys() if not key.startswith(OPTIMIZER_PREFIX)):
         raise CheckpointError(f"{path}: {len(unknown)} tensors are unknown to the model, as {unknown[0]}")
+
+
+def stored_tensors(path: Path) -> dict[str, ShardedTensor]:
+    """Shape and dtype of each tensor of a directory, by name; without data."""
+    found: Any = dist_checkpointing.load_tensors_metadata(str(path))
+    return found
 
 
 def digest(file: Path) -> str:

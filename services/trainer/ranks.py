@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from services.common.errors import FailedPrecondition
+from services.common.errors import FailedPrecondition, FlotillaError
 
 T = TypeVar("T")
 
@@ -19,15 +19,23 @@ def all_ranks(mine: T) -> list[T]:
     return everyone
 
 
+def together(function: Callable[[], T]) -> list[T]:
+    """Call on every rank; every rank returns what all returned.
+
+    Raises:
+        FailedPrecondition: On every rank, if it failed on one with a FlotillaError or OSError.
+    """
+    outcome: tuple[Any, str] = None, ""
+    try:
+        outcome = function(), ""
+    except (FlotillaError, OSError) as error:
+        outcome = None, str(error) or repr(error)
+    everyone = all_ranks(outcome)
+    if failures := {failure for _, failure in everyone if failure}:
+        raise FailedPrecondition("; ".join(sorted(failures)))
+    return [found for found, _ in everyone]
+
+
 def on_first_rank(function: Callable[[], T]) -> T:
-    """Call on rank 0; every rank returns what it returned. Its OSError is a FailedPrecondition on every rank."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except OSError as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise FailedPrecondition(outcome[1])
-    return outcome[0]
+    """Call on rank 0; every rank returns what that returned. Raises as `together` does."""
+    return together(function if dist.get_rank() == 0 else lambda: None)[0]  # pyright: ignore[reportReturnType]

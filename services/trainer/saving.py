@@ -7,7 +7,7 @@
 All ranks must share the file system. The thread knows neither torch.distributed nor CUDA, so training goes on beside
 it. It is a thread, not Megatron's helper process: a fork is not safe in a process that serves gRPC, a spawned one
 would get the whole state a second time, and a thread dies with its trainer, whatever kills that. A kill at any instant
-leaves `.unfinished-NAME` or nothing, and the next save removes that.
+leaves `.unfinished-NAME` or nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from services.trainer.loading import FORMAT, STATE_FILE, CheckpointError, digest
 from services.trainer.megatron import DEVICE, ShardedObject, ShardedTensor, dist_checkpointing
-from services.trainer.ranks import all_ranks, on_first_rank
+from services.trainer.ranks import on_first_rank, together
 
 TEMPORARY_PREFIX = ".unfinished-"
 WRITE_DEADLINE_S = 3600.0
@@ -49,7 +49,7 @@ class Saving:
         """Copy everything, and begin to write; the weights may change when this returns.
 
         Args:
-            final: Directory to make; if it is there already, it stays as it is.
+            final: Directory to make; if it is there already, it stays as it is. What a killed save of it left goes.
             boxes: What this rank owns of the tensors.
             state: For `state.json`, beside what it needs to read the directory again; rank 0's is written.
             objects: Small things of this rank.
@@ -88,23 +88,17 @@ class Saving:
         """Wait, and give the directory its name; it is final on disk when this returns, on every rank.
 
         Raises:
-            CheckpointError: A rank could not write its part.
+            FailedPrecondition: A rank could not write its part.
         """
         if self._writing is None:
             return self._final
-        try:
-            mine: dict[str, str] | str = self._writing.result(WRITE_DEADLINE_S)
-        except (OSError, TimeoutError) as error:
-            mine = f"rank {dist.get_rank()}: {error!r}"
-        everyone = all_ranks(mine)
-        if failures := [one for one in everyone if isinstance(one, str)]:
-            raise CheckpointError(f"{self._final}: not written: {'; '.join(failures)}")
+        everyone = together(partial(self._writing.result, WRITE_DEADLINE_S))
         try:
             for finalize in self._finalize:
                 finalize()
-        except CheckpointException as error:
+        except (CheckpointException, OSError) as error:
             raise CheckpointError(f"{self._final}: not written: {error}") from error
-        files = {name: value for one in everyone if isinstance(one, dict) for name, value in one.items()}
+        files = {name: value for one in everyone for name, value in one.items()}
         on_first_rank(partial(_publish, self._temporary, self._final, self._state, files))
         return self._final
 
@@ -113,8 +107,7 @@ def _prepare(final: Path, temporary: Path) -> bool:
     """Make the directory to write to, unless the final one is there; whether it is."""
     if final.is_dir():
         return True
-    for left_over in final.parent.glob(f"{TEMPORARY_PREFIX}*"):
-        shutil.rmtree(left_over)
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     return False
 

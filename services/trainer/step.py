@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from services.common.spec import RunSpec
 from services.trainer import hf_mapping, loss
 from services.trainer.batch import Batch, Samples
 from services.trainer.layout import vocabulary_part
+from services.trainer.loading import load_weights
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import (
     DEVICE,
@@ -43,8 +45,12 @@ class Learner:
         self._tensor = spec.parallel.tensor
 
     def load_initial_weights(self) -> None:
-        """Start from the Hugging Face checkpoint of the run spec."""
-        hf_mapping.load_hf(self.module, self.model, self._spec.model.hf_checkpoint)
+        """Start from the torch_dist directory of the run spec, or else from its Hugging Face checkpoint."""
+        source = self._spec.model
+        if source.load != Path():
+            load_weights(source.load, self.module)
+        else:
+            hf_mapping.load_hf(self.module, self.model, source.hf_checkpoint)
         self.optimizer.reload()
 
     def train(self, batch: Batch, samples: Samples) -> Report:

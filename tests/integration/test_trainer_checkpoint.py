@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer import megatron
+from services.common.errors import FlotillaError
+from services.trainer import megatron, saving
 from services.trainer.checkpoint import (
     CheckpointError,
     RunState,
+    begin_save,
     checkpoint_path,
     checkpoint_steps,
     load,
@@ -159,8 +162,44 @@ def test_a_damaged_checkpoint_is_a_clear_error(tiny_qwen3: Path, tmp_path: Path,
         load(path, learner, DIGEST)
 
 
-def test_a_killed_save_leaves_the_old_checkpoint(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """The process dies after the data is written and before the rename, the latest moment that matters."""
+def test_training_goes_on_while_a_checkpoint_is_written(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """What is written is the state at the beginning; the writer waits until training has gone on."""
+    learner = make_learner(tiny_qwen3)
+    learner.load_initial_weights()
+    train(learner, 0)
+    trained = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        write = saving._write
+        patch.setattr(saving, "_write", lambda *args: trained.wait(60) and write(*args))
+        begun = begin_save(tmp_path, learner, state(1))
+        expected = [train(learner, number) for number in (1, 2)]
+        assert not begun.written() and checkpoint_steps(tmp_path) == []
+        trained.set()
+        path = begun.finish()
+    resumed = make_learner(tiny_qwen3)
+    load(path, resumed, DIGEST)
+    assert [train(resumed, number) for number in (1, 2)] == expected
+
+
+def fail(*_: object) -> None:
+    raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize("instant", ["_prepare", "_write", "_publish"])
+def test_a_checkpoint_that_cannot_be_written_is_an_error(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    learner = make_learner(tiny_qwen3)
+    learner.load_initial_weights()
+    monkeypatch.setattr(saving, instant, fail)
+    with pytest.raises(FlotillaError, match="the disk is full"):
+        save(tmp_path, learner, state(1))
+    assert checkpoint_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("instant", ["_write", "_publish", "sync"])
+def test_a_killed_save_leaves_the_old_checkpoint(tiny_qwen3: Path, tmp_path: Path, instant: str) -> None:
+    """The process dies before anything is written, when all data is, and right before the rename."""
     learner = make_learner(tiny_qwen3)
     learner.load_initial_weights()
     train(learner, 0)
@@ -174,7 +213,7 @@ def test_a_killed_save_leaves_the_old_checkpoint(tiny_qwen3: Path, tmp_path: Pat
         learner = make_learner(Path({str(tiny_qwen3)!r}))
         checkpoint.load(Path({str(old)!r}), learner, DIGEST)
         train(learner, 1)
-        saving._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        saving.{instant} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         checkpoint.save(Path({str(tmp_path)!r}), learner, state(2))
     """
     root = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,40 +15,55 @@ pytestmark = pytest.mark.stack
 TENSOR, PIPELINE, EXPERT = {"tensor": 2}, {"pipeline": 2, "last_stage_layers": 1}, {"expert": 2}
 SAVED = {
     "qwen3": {"data": {}, "tensor": TENSOR, "pipeline": PIPELINE},
-    "qwen3_moe": {"expert": EXPERT, "data": {}},
-    "deepseek_v3": {"expert": EXPERT, "pipeline": PIPELINE, "tensor": {"tensor": 2, "expert_tensor": 2}},
+    "qwen3_moe": {"expert": EXPERT},
+    "deepseek_v3": {"expert": EXPERT, "pipeline": PIPELINE},
 }
 """By family and name, what two ranks save."""
 RESHARDED = {
-    "qwen3": {"data": TENSOR, "tensor": PIPELINE, "one": TENSOR},
-    "qwen3_moe": {"expert": {**TENSOR, **EXPERT}, "data": EXPERT, "one": EXPERT},
-    "deepseek_v3": {"expert": PIPELINE, "tensor": {**TENSOR, **EXPERT}, "one": EXPERT},
+    "qwen3": {"data": TENSOR, "one": TENSOR},
+    "qwen3_moe": {"expert": {**TENSOR, **EXPERT}, "one": EXPERT},
+    "deepseek_v3": {"expert": PIPELINE, "one": EXPERT},
 }
 """What two ranks load then, in another layout than it was saved in; `one` is what one rank saved."""
+ALL = {**TENSOR, **PIPELINE}
+FOUR = {
+    "qwen3": {"tensor": ALL},
+    "qwen3_moe": {"expert": {"expert": 4}},
+    "deepseek_v3": {"expert": {**ALL, **EXPERT, "first_stage_layers": 1, "last_stage_layers": 0}},
+}
+"""What four ranks load."""
 
 
-def test_training_goes_on_in_any_layout(tmp_path: Path) -> None:
-    def case(family: str, loaded: str, saved: str, sizes: dict[str, int]) -> tuple:
-        return str(tmp_path / family), str(tmp_path / "saved" / family), loaded, saved, sizes
+Cases = dict[str, dict[str, dict[str, int]]]
 
-    for family in SAVED:
-        save_model(tmp_path / family, family, seed=3)
-        (tmp_path / "saved" / family).mkdir(parents=True)
-    run_ranks("trainer_checkpoints", 1, [case(family, "", "one", {}) for family in SAVED], tmp_path)
-    saves = [case(family, "", name, sizes) for family, several in SAVED.items() for name, sizes in several.items()]
-    again = [case(family, name, "", sizes) for family, several in SAVED.items() for name, sizes in several.items()]
-    others = [case(family, name, "", sizes) for family, several in RESHARDED.items() for name, sizes in several.items()]
-    run_ranks("trainer_checkpoints", 2, [*saves, *again, *others], tmp_path)
-    run_ranks(
-        "trainer_checkpoints",
-        1,
-        [case(family, name, "", {}) for family, several in SAVED.items() for name in several],
-        tmp_path,
-    )
-    both = {**TENSOR, **PIPELINE}
-    four = [
-        case("qwen3", "tensor", "", both),
-        case("deepseek_v3", "expert", "", {**both, **EXPERT, "first_stage_layers": 1, "last_stage_layers": 0}),
-        case("qwen3_moe", "expert", "", {"expert": 4}),
+
+def cases(folder: Path, layouts: Cases, *, save: bool = False) -> list[tuple[Any, ...]]:
+    """As tests.trainer_checkpoints takes them."""
+    return [
+        (str(folder / family), str(folder / "saved" / family), "" if save else name, name if save else "", sizes)
+        for family, several in layouts.items()
+        for name, sizes in several.items()
     ]
-    run_ranks("trainer_checkpoints", 4, four, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what one rank and what two have saved; two have also loaded it again, and what one saved."""
+    path = tmp_path_factory.mktemp("resharding")
+    for family in SAVED:
+        save_model(path / family, family, seed=3)
+        (path / "saved" / family).mkdir(parents=True)
+    run_ranks("trainer_checkpoints", 1, cases(path, {family: {"one": {}} for family in SAVED}, save=True), path)
+    both = [*cases(path, SAVED, save=True), *cases(path, SAVED), *cases(path, RESHARDED)]
+    run_ranks("trainer_checkpoints", 2, both, path)
+    return path
+
+
+def test_one_rank_goes_on_with_what_two_saved(folder: Path) -> None:
+    layouts: Cases = {family: {name: {} for name in several} for family, several in SAVED.items()}
+    run_ranks("trainer_checkpoints", 1, cases(folder, layouts), folder)
+
+
+@pytest.mark.nightly
+def test_four_ranks_go_on_with_what_two_saved(folder: Path) -> None:
+    run_ranks("trainer_checkpoints", 4, cases(folder, FOUR), folder)
