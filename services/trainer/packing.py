@@ -7,7 +7,7 @@ p + r - 1 places: the last response token is only predicted, never read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Samples, device: t
 
     Args:
         batch: The whole batch.
-        micro_batch: Which rows.
+        micro_batch: Which rows; none where a rank has less to do than others.
         samples: Those of the micro-batch at least, by row.
         device: Of the tensors.
         multiple: T is one of this; what is missing is filled by a segment of its own, that nothing looks at.
@@ -54,18 +54,18 @@ def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Samples, device: t
     mine = [samples[row] for row in micro_batch.rows]
     rows = [batch.rows[row] for row in micro_batch.rows]
     lengths = tuple(len(one.prompt) + max(len(one.response) - 1, 0) for one in mine)
-    starts = torch.tensor((0, *lengths[:-1])).cumsum(0).tolist()
+    starts = accumulate(lengths, initial=0)
     places = [
         range(start + len(one.prompt) - 1, start + len(one.prompt) - 1 + len(one.response))
-        for start, one in zip(starts, mine, strict=True)
+        for start, one in zip(starts, mine, strict=False)
     ]
-    counts = torch.tensor([len(one.response) for one in mine])
+    counts = torch.tensor([len(one.response) for one in mine], dtype=torch.long)
     rollouts = batch.rollouts_per_step[micro_batch.optimizer_step]
     mask = torch.tensor(_chain(one.loss_mask for one in mine), dtype=torch.float32)
     weight = torch.tensor([1.0 / (row.loss_denominator * rollouts) for row in rows])
     advantage = torch.tensor([row.advantage for row in rows])
     tokens = _chain((*one.prompt, *one.response)[:length] for one, length in zip(mine, lengths, strict=True))
-    if missing := -len(tokens) % multiple:
+    if missing := -len(tokens) % multiple if tokens else multiple:
         tokens, lengths = [*tokens, *[0] * missing], (*lengths, missing)
     return Pack(
         tokens=torch.tensor([tokens]).to(device),

@@ -1,0 +1,30 @@
+"""`python -m services.trainer.sft --run SFT.toml`: supervised fine-tuning, one process for each rank.
+
+Several ranks meet as the environment says: `torchrun --nproc-per-node 2 -m services.trainer.sft --run SFT.toml`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from services.common.errors import FailedPrecondition
+from services.common.logs import get_logger, setup_logging
+from services.common.service import EXIT_BAD_INPUT, load_spec_or_exit, service_parser
+from services.common.sft_spec import load_sft
+from services.common.spec import SpecError
+from services.trainer.sft.run import train
+
+
+def main() -> None:
+    """Train; the exit status is 2 if another start would not help."""
+    spec = load_spec_or_exit(service_parser("trainer.sft").parse_args(), load_sft)
+    setup_logging("sft", spec.run_id)
+    try:
+        train(spec)
+    except (SpecError, FailedPrecondition) as error:
+        get_logger(__name__).error("the run cannot go on", error=str(error))
+        sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()
