@@ -11,6 +11,9 @@ from pydantic import Field
 
 from services.common.spec import Strict, TrainingSpec, read_spec, resolved_table
 
+SPEC_FILE = "sft.toml"
+"""In the directory of a run: its resolved spec."""
+
 
 class SftDataSpec(Strict):
     """The samples."""

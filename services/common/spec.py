@@ -284,18 +284,6 @@ class ParallelSpec(Strict):
         """Ranks that hold one copy of the experts."""
         return self.expert_tensor * self.expert * self.pipeline
 
-    def check_ranks(self, ranks: int, origin: str) -> None:
-        """Raise ValueError if the layout does not fit a number of ranks; `origin` says where that is set."""
-        copies = {
-            "tensor x pipeline": self.replica_ranks,
-            "expert_tensor x expert x pipeline": self.expert_replica_ranks,
-        }
-        for name, size in copies.items():
-            if ranks % size:
-                raise ValueError(
-                    f"parallel: {name} = {size} does not divide the {ranks} ranks of the trainer ({origin})"
-                )
-
 
 class WeightSyncSpec(Strict):
     """How weights travel to the engines."""
@@ -591,7 +579,17 @@ class RunSpec(TrainingSpec):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        self.parallel.check_ranks(len(self.services.trainers), "services.trainer and services.trainer_ranks")
+        ranks, parallel = len(self.services.trainers), self.parallel
+        copies = {
+            "tensor x pipeline": parallel.replica_ranks,
+            "expert_tensor x expert x pipeline": parallel.expert_replica_ranks,
+        }
+        for name, size in copies.items():
+            if ranks % size:
+                raise ValueError(
+                    f"parallel: {name} = {size} does not divide the {ranks} ranks of the trainer "
+                    "(services.trainer and services.trainer_ranks)"
+                )
         return self
 
     @property
@@ -635,6 +633,11 @@ def read_spec(kind: type[S], path: Path, overrides: Sequence[str] = (), environ:
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             _set(table, name.removeprefix(ENV_PREFIX).lower().split("__"), environ[name], name)
+    return make_spec(kind, table, str(path), overrides)
+
+
+def make_spec(kind: type[S], table: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> S:
+    """A spec of the fields in `table`, which are changed as `overrides` say. Raises SpecError that names `origin`."""
     for pair in overrides:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -643,7 +646,7 @@ def read_spec(kind: type[S], path: Path, overrides: Sequence[str] = (), environ:
     try:
         return kind.model_validate(table)
     except ValidationError as error:
-        raise SpecError(explain(str(path), error)) from None
+        raise SpecError(explain(origin, error)) from None
 
 
 def _set(table: dict[str, Any], keys: list[str], text: str, origin: str) -> None:

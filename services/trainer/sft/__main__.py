@@ -10,21 +10,23 @@ import sys
 from services.common.errors import FailedPrecondition
 from services.common.logs import get_logger, setup_logging
 from services.common.service import EXIT_BAD_INPUT, load_spec_or_exit, service_parser
-from services.common.sft_spec import load_sft
+from services.common.sft_spec import SftSpec, load_sft
 from services.common.spec import SpecError
+from services.trainer.megatron import hush
 from services.trainer.sft.run import train
 
 
-def main() -> None:
-    """Train; the exit status is 2 if another start would not help."""
-    spec = load_spec_or_exit(service_parser("trainer.sft").parse_args(), load_sft)
+def main(spec: SftSpec) -> int:
+    """Train; returns the exit status, which is 2 if another start would not help."""
     setup_logging("sft", spec.run_id)
+    hush()
     try:
         train(spec)
     except (SpecError, FailedPrecondition) as error:
         get_logger(__name__).error("the run cannot go on", error=str(error))
-        sys.exit(EXIT_BAD_INPUT)
+        return EXIT_BAD_INPUT
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(load_spec_or_exit(service_parser("trainer.sft").parse_args(), load_sft)))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
 from services.common.schedule import Layout
-from services.common.sft_spec import SftSpec
+from services.common.sft_spec import SPEC_FILE, SftSpec
 from services.common.spec import SpecError
 from services.trainer import checkpoint, megatron
 from services.trainer.batch import Batch, Sample
@@ -52,7 +52,6 @@ SFT_METRICS = {
 }
 """Every metric of a step of supervised fine-tuning, and what it means."""
 
-SPEC_FILE = "sft.toml"
 SUMMED = ("loss", "tokens", "seconds", "busy_seconds")
 """Of a rank's report; everything else in the metrics is the same on every rank."""
 
@@ -66,10 +65,8 @@ def train(spec: SftSpec) -> None:
         SpecError: Data, model or layout cannot be used.
         FailedPrecondition: The model is not supported, or a checkpoint of the run cannot be continued.
     """
-    try:
-        spec.parallel.check_ranks(megatron.world_size(), "WORLD_SIZE")
-    except ValueError as error:
-        raise SpecError(str(error)) from None
+    if max(spec.parallel.replica_ranks, spec.parallel.expert_replica_ranks) > 1:
+        raise SpecError("parallel: supervised fine-tuning does not cut the model: every rank has all of it")
     if spec.trainer.num_threads:
         torch.set_num_threads(spec.trainer.num_threads)
     model = read_config(spec.model.hf_checkpoint)
@@ -88,7 +85,7 @@ class SftRun:
         self._spec, self._data = spec, data
         self._batches = data.batches(spec)
         self._root = spec.run_dir / "checkpoints"
-        self._layout = state_layout(spec, model)
+        self._layout = batch_layout(spec, model)
         self._learner = Learner(with_decay(spec, self._batches), model)
         self._metrics: MetricsWriter | None = None
         """Of rank 0."""
@@ -99,6 +96,11 @@ class SftRun:
 
     def run(self) -> None:
         """Train, save, export."""
+        self.train_steps()
+        self._finish()
+
+    def train_steps(self) -> None:
+        """All steps that are left to do."""
         self._load()
         if megatron.rank() == 0:
             self._metrics = MetricsWriter(self._spec.run_dir, SFT_METRICS)
@@ -107,7 +109,6 @@ class SftRun:
         log.info("training starts", step=len(self._digests), steps=self._batches, **counts)
         while len(self._digests) < self._batches:
             self._do_step()
-        self._finish()
 
     def _load(self) -> None:
         """From the newest checkpoint, or the initial weights."""
@@ -173,7 +174,7 @@ def with_decay(spec: SftSpec, steps: int) -> SftSpec:
     return spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update=decay)})
 
 
-def state_layout(spec: SftSpec, model: ModelConfig) -> Layout:
+def batch_layout(spec: SftSpec, model: ModelConfig) -> Layout:
     """What batches are packed for. Megatron must be initialised."""
     flops = forward_flops(model)
     return Layout(
