@@ -202,7 +202,7 @@ def loss_and_gradients(
     before = iter([torch.cat([old[row] for row in one.rows]) for one in batch.micro_batches])
     learner.optimizer.zero_gradients()
     sums = learner._run(packs, lambda data, model: learner._train_step(before, data, model), forward_only=False)
-    return sum(float(one["train/loss"]) for one in sums), {k: g.clone() for k, g in gradients(learner).items()}
+    return sum(float(one["loss"]) for one in sums), {k: g.clone() for k, g in gradients(learner).items()}
 
 
 def shifted_log_probs(hf: Any, samples: Sequence[Sample]) -> list[torch.Tensor]:
