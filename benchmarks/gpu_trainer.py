@@ -73,7 +73,7 @@ def make_batch(lengths: list[int]) -> tuple[Batch, list[Sample]]:
         tokens = torch.randint(0, MODEL["vocab_size"], (length + 1,), generator=draw).tolist()
         samples.append(Sample((tokens[0],), tuple(tokens[1:]), (-12.0,) * length, (1,) * length))
     rows = tuple(Row((-1.0) ** index, length) for index, length in enumerate(lengths))
-    return Batch(0, "", rows, (len(rows),), (MicroBatch(0, tuple(range(len(rows)))),), {}), samples
+    return Batch(0, "", rows, (len(rows),), (MicroBatch(0, tuple(range(len(rows)))),)), samples
 
 
 class Steps:

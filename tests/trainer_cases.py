@@ -65,4 +65,4 @@ def make_batch(samples: Sequence[Sample], number: int, micro_batches: Sequence[S
     per_step = len(micro_batches) // steps
     dealt = tuple(MicroBatch(index // per_step, tuple(rows)) for index, rows in enumerate(micro_batches))
     rollouts = tuple(sum(len(one.rows) for one in dealt if one.optimizer_step == step) for step in range(steps))
-    return Batch(number, f"digest-{number}", rows, rollouts, dealt, {})
+    return Batch(number, f"digest-{number}", rows, rollouts, dealt)

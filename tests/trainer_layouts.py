@@ -1,15 +1,12 @@
 """One rank of several on gloo: models in many layouts against the checkpoint, the logits and the steps of one process.
 
-    python -m tests.trainer_layouts RANK WORLD STORE_FILE CASES
-
-CASES is JSON: [[checkpoint, sizes of the layout], ...]. Ends with an error if anything differs.
+A case is a checkpoint and the sizes of a layout (tests.trainer_ranks). Ends with an error if anything differs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from services.common.spec import ParallelSpec
-from services.trainer import megatron
 from services.trainer.hf_mapping import hf_tensors, load_hf
 from services.trainer.megatron import DEVICE, get_forward_backward_func, parallel_state
 from services.trainer.model import PolicyModel, build_model
@@ -27,6 +23,7 @@ from services.trainer.model_config import read_config
 from services.trainer.step import Learner
 from tests.tiny_models import VOCABULARY
 from tests.trainer_cases import make_batch, make_samples, make_spec
+from tests.trainer_ranks import run_cases
 
 TOKENS = 48
 TOLERANCE = 1e-5
@@ -50,38 +47,47 @@ def check(checkpoint: Path, parallel: ParallelSpec) -> None:
     for name, tensor in mine.items():
         assert torch.equal(tensor, original[name]), f"{name} in {parallel}"
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, set(mine))
-    assert set().union(*everywhere) == set(original), f"{parallel}: tensors that no rank has"
+    dist.all_gather_object(everywhere, list(mine))
+    assert sorted(name for one in everywhere for name in one) == sorted(original), (
+        f"{parallel}: each tensor on one rank"
+    )
     if (logits := logits_of(module)) is not None:
         gap = float((logits - torch.load(checkpoint / LOGITS)).abs().max())
         assert gap <= 1e-5, f"logits in {parallel} are {gap:.1e} apart"
 
 
-def train(checkpoint: Path, parallel: ParallelSpec) -> list[tuple[float, float]]:
-    """Loss and norm of the gradients of three optimizer steps, each on four packs that data-parallel ranks share."""
+def make_learner(checkpoint: Path, parallel: ParallelSpec) -> Learner:
+    """One rank's, without weights."""
     spec = make_spec(checkpoint, optimizer={"lr": 1e-3}, parallel=parallel.model_dump(), ranks=dist.get_world_size())
-    learner = Learner(spec, read_config(checkpoint))
-    learner.load_initial_weights()
+    return Learner(spec, read_config(checkpoint))
+
+
+def train_step(learner: Learner, number: int) -> tuple[float, float]:
+    """Loss and norm of the gradients of an optimizer step on four packs that data-parallel ranks share."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    found = []
-    for number in range(3):
-        samples = make_samples(8, seed=number)
-        batch = make_batch(samples, number, [[0, 1], [2], [3, 4, 5], [6, 7]])
-        report = learner.train(replace(batch, micro_batches=batch.micro_batches[replica::replicas]), samples)
-        loss = torch.tensor(report.loss, dtype=torch.float64)
-        dist.all_reduce(loss)
-        found.append((float(loss), report.grad_norms[0]))
-    return found
+    samples = make_samples(8, seed=number)
+    batch = make_batch(samples, number, [[0, 1], [2], [3, 4, 5], [6, 7]])
+    report = learner.train(replace(batch, micro_batches=batch.micro_batches[replica::replicas]), samples)
+    loss = torch.tensor(report.loss, dtype=torch.float64)
+    dist.all_reduce(loss)
+    return float(loss), report.grad_norms[0]
+
+
+def compare_steps(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    """Losses and norms, within the tolerance."""
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name, one, other in zip(("loss", "gradient norm"), ours, theirs, strict=True):
+            assert math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE), f"{name} {step}: {one} for {other}"
 
 
 def check_steps(checkpoint: Path, parallel: ParallelSpec) -> None:
     """Against what one process wrote; one process writes it."""
-    found, file = train(checkpoint, parallel), checkpoint / "steps.json"
+    learner, file = make_learner(checkpoint, parallel), checkpoint / "steps.json"
+    learner.load_initial_weights()
+    found = [train_step(learner, number) for number in range(3)]
     if dist.get_world_size() == 1:
         file.write_text(json.dumps(found))
-    for step, (ours, theirs) in enumerate(zip(found, json.loads(file.read_text()), strict=True)):
-        for name, one, other in zip(("loss", "gradient norm"), ours, theirs, strict=True):
-            assert math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE), f"{name} {step}: {one} for {other}"
+    compare_steps(found, json.loads(file.read_text()))
 
 
 @torch.no_grad()
@@ -110,22 +116,11 @@ def logits_of(module: PolicyModel) -> torch.Tensor | None:
     return torch.cat(parts, -1)
 
 
-def main() -> None:
-    rank, world, store, cases = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    torch.set_num_threads(1)
-    file_store = dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world)
-    for checkpoint, sizes in cases:
-        parallel = ParallelSpec(**sizes)
-        megatron.open_groups(1, parallel)
-        check(Path(checkpoint), parallel)
-        check_steps(Path(checkpoint), parallel)
-        parallel_state.destroy_model_parallel()
-        if rank == 0:
-            print("equal:", Path(checkpoint).name, sizes, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+def check_case(checkpoint: str, sizes: dict[str, int]) -> None:
+    """One model in one layout."""
+    check(Path(checkpoint), ParallelSpec(**sizes))
+    check_steps(Path(checkpoint), ParallelSpec(**sizes))
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(check_case)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from flotilla.common.v1 import common_pb2
 from flotilla.rollout_gateway.v1 import engine_pb2, engine_pb2_grpc
 from services.common.board import StatusBoard
 from services.common.errors import Aborted
@@ -74,6 +75,7 @@ class Trainer:
 
 async def serve_trainer(spec: RunSpec, shapes: Shapes, epoch: int) -> None:
     from services.trainer.export import CudaWeights  # brings Megatron, which the others do without
+    from services.trainer.exporter import Exporter
     from services.trainer.publisher import Publisher
 
     trainer = Trainer(shapes)
@@ -87,13 +89,17 @@ async def serve_trainer(spec: RunSpec, shapes: Shapes, epoch: int) -> None:
         await asyncio.to_thread(weights.write)
         write_s = time.monotonic() - begun
 
-    publisher = Publisher(spec.run_id, epoch, StatusBoard("trainer"), agent, coordinator, weights, write)
-    beating = asyncio.create_task(publisher.beat())
+    board = StatusBoard("trainer")
+    exporter = Exporter(spec.run_id, 0, board, agent, weights, write)
+    publisher = Publisher(spec.run_id, board, coordinator)
+    beating = asyncio.gather(exporter.beat(), publisher.beat())
     say(ready=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         await asyncio.to_thread(trainer.train, int(line))
         begun = time.monotonic()
-        await publisher.publish(int(line))
+        version = common_pb2.PolicyVersion(run_epoch=epoch, step=int(line))
+        await exporter.export(version)
+        await publisher.publish(version)
         say(published=int(line), write_seconds=write_s, seconds=time.monotonic() - begun)
     beating.cancel()
 

@@ -133,7 +133,7 @@ def count_gpus() -> int:
 def check_gpus(spec: RunSpec, found: int) -> None:
     """Every GPU that the run names is there, and the weight agent sees that of the trainer."""
     at = spec.services
-    named = {"trainer": at.trainer}
+    named = {"trainer": at.trainer} | {f"trainer_ranks.{rank}": one for rank, one in enumerate(at.trainer_ranks)}
     named |= {f"weight_agents.{rank}": one for rank, one in enumerate(at.weight_agents)}
     named |= {f"engines.{index}": one for index, one in enumerate(at.engines)}
     for name, endpoint in named.items():
@@ -144,12 +144,12 @@ def check_gpus(spec: RunSpec, found: int) -> None:
             raise SpecError(
                 f"services.{name}.gpus: vLLM is installed for the CPU; run `make clean install DEVICE=cuda`"
             )
-    agent = at.weight_agents[0]
-    if agent.gpus and at.trainer.gpus and at.trainer.gpus[0] not in agent.gpus:
-        raise SpecError(
-            f"services.weight_agents.0.gpus: the trainer computes on GPU {at.trainer.gpus[0]}, and the agent reads the "
-            "weights there; name it"
-        )
+    for rank, (trainer, agent) in enumerate(zip(at.trainers, at.weight_agents, strict=True)):
+        if agent.gpus and trainer.gpus and trainer.gpus[0] not in agent.gpus:
+            raise SpecError(
+                f"services.weight_agents.{rank}.gpus: the trainer computes on GPU {trainer.gpus[0]}, and the agent "
+                "reads the weights there; name it"
+            )
 
 
 def check_shared_memory(spec: RunSpec) -> None:

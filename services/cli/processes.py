@@ -10,7 +10,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +41,8 @@ class Process:
     """With `on-failure`, exit 0 completes the run."""
     stop_wave: int = 0
     """Lower waves stop first, so that what a process hands in at its stop still finds the ledger."""
+    fleet: str = ""
+    """Processes of one fleet cannot do without each other: when one ends, all are ended and started again."""
 
 
 def process_table(spec: RunSpec, run_file: Path, *, python: str = sys.executable, redis: str = "") -> list[Process]:
@@ -69,11 +71,27 @@ def process_table(spec: RunSpec, run_file: Path, *, python: str = sys.executable
         table.append(service(f"engine-{index}", "rollout_gateway.engine", endpoint, "--index", str(index)))
     for rank, endpoint in enumerate(at.weight_agents):
         table.append(service(f"weight_agent-{rank}", "weight_sync.agent", endpoint, "--rank", str(rank)))
-    table.append(service("trainer", "trainer", at.trainer, restart="on-failure"))
+    for rank, endpoint in enumerate(at.trainers):
+        name = f"trainer-{rank}" if rank else "trainer"
+        one = service(name, "trainer", endpoint, restart="on-failure", fleet="trainer")
+        table.append(replace(one, environment={**one.environment, **meeting(spec, rank)}))
     if spec.redis.host in LOOPBACK:
         argv = redis_argv(spec, redis or find_redis() or "redis-server")
         table.insert(0, Process("redis", argv, stop_wave=REDIS_WAVE))
     return table
+
+
+def meeting(spec: RunSpec, rank: int) -> dict[str, str]:
+    """The environment that tells a rank of the trainer where all of them meet, by torchrun's names."""
+    at = spec.services
+    settings = {
+        "RANK": rank,
+        "WORLD_SIZE": len(at.trainers),
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": at.trainer.host,
+        "MASTER_PORT": at.trainer_meeting_port,
+    }
+    return {name: str(value) for name, value in settings.items()}
 
 
 def visible_gpus(endpoint: Endpoint) -> dict[str, str]:
@@ -126,9 +144,12 @@ def listening_ports(spec: RunSpec) -> dict[str, tuple[str, int]]:
         f"services.{name}": getattr(at, name)
         for name in ("buffer", "reward", "rollout_gateway", "trainer", "weight_sync")
     }
+    endpoints |= {f"services.trainer_ranks.{rank}": one for rank, one in enumerate(at.trainer_ranks)}
     endpoints |= {f"services.weight_agents.{rank}": one for rank, one in enumerate(at.weight_agents)}
     endpoints |= {f"services.engines.{index}": one for index, one in enumerate(at.engines)}
     ports = {"redis.port": ("127.0.0.1", spec.redis.port)} if spec.redis.host in LOOPBACK else {}
+    if at.trainer_ranks:
+        ports["services.trainer_meeting_port"] = (at.trainer.bind, at.trainer_meeting_port)
     for name, endpoint in endpoints.items():
         ports[f"{name}.grpc_port"] = (endpoint.bind, endpoint.grpc_port)
         ports[f"{name}.http_port"] = (endpoint.bind, endpoint.http_port)

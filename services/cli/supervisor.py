@@ -2,7 +2,8 @@
 
     start ─► every process, in its own session, output appended to logs/<name>.log
       │
-      ├─ one dies ──────────► what is left of its group is ended; started again after a pause, or the run ends
+      ├─ one dies ──────────► what is left of its group and of its fleet is ended; started again after a pause, or
+      │                       the run ends
       ├─ trainer exits 0 ───► the run is complete
       ├─ registry: STOPPED ─► the run is complete (the observer calls `end`)
       └─ SIGINT, SIGTERM ───► the run is stopped; a second signal does not wait
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from services.cli.janitor import ENLIST_AND_RUN, Janitor, end_groups, signal_group
 from services.cli.loading import EXIT_INTERRUPTED
@@ -30,6 +31,8 @@ from services.cli.restarts import GiveUp, RestartPolicy, describe_exit
 from services.common.spec import ENV_PREFIX
 
 STOP_GRACE_S = 15.0
+FLEET_GRACE_S = 3.0
+"""For the others of a fleet to say why they end too."""
 ORPHANS_GRACE_S = 3.0
 """For what a process leaves behind: multiprocessing's resource tracker frees shared memory that a killed one held."""
 LOG_TAIL_LINES = 15
@@ -104,9 +107,10 @@ class Supervisor:
         """Start everything, wait for the outcome, stop everything."""
         with _on_signals(self._interrupted):
             try:
-                for name, child in self.children.items():
-                    self._tasks[name] = asyncio.create_task(self._keep(child), name=name)
-                    self._tasks[name].add_done_callback(self.end_if_failed)
+                for fleet in self._fleets():
+                    keeping = asyncio.create_task(self._keep(fleet), name=fleet[0].process.name)
+                    keeping.add_done_callback(self.end_if_failed)
+                    self._tasks |= {child.process.name: keeping for child in fleet}
                 outcome = await self._outcome
                 self._notify(f"{outcome.message}; stopping")
             finally:
@@ -122,17 +126,35 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------ one process
 
-    async def _keep(self, child: Child) -> None:
-        """Run a process again and again until the run ends."""
+    def _fleets(self) -> list[list[Child]]:
+        """Processes that live and die together; most are alone."""
+        fleets: dict[str, list[Child]] = {}
+        for name, child in self.children.items():
+            fleets.setdefault(child.process.fleet or name, []).append(child)
+        return list(fleets.values())
+
+    async def _keep(self, fleet: list[Child]) -> None:
+        """Run the processes of a fleet again and again until the run ends."""
         while True:
-            code = await self._live(child)
+            first, code = await self._live_together(fleet)
             if not self._stopping.is_set():
-                pause_s = self._after_death(child, code)
+                pause_s = self._after_death(first, code)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), pause_s)
             if self._stopping.is_set():
                 return
-            child.restarts += 1
+            for child in fleet:
+                child.restarts += 1
+
+    async def _live_together(self, fleet: list[Child]) -> tuple[Child, int]:
+        """One life of a fleet; returns who ended first and its exit code, once nothing of the others is left."""
+        lives = {asyncio.create_task(self._live(child)): child for child in fleet}
+        ended, living = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+        first = next(iter(ended))
+        if living and not self._stopping.is_set():
+            await asyncio.wait(living, timeout=FLEET_GRACE_S)
+        await asyncio.gather(*(self._end(lives[one], one) for one in living))
+        return lives[first], first.result()
 
     def _after_death(self, child: Child, code: int) -> float:
         """Seconds until the next start; the run may end instead."""
@@ -180,6 +202,10 @@ class Supervisor:
         task = self._tasks.get(child.process.name)
         if not task:
             return
+        await self._end(child, task)
+
+    async def _end(self, child: Child, task: asyncio.Task[Any]) -> None:
+        """End a process in order, or by force once the grace is over; `task` ends with it."""
         if child.pid:
             signal_group(child.pid, signal.SIGTERM)
         hurry = asyncio.create_task(self._hurry.wait())

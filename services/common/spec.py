@@ -251,6 +251,8 @@ class TrainerSpec(Strict):
     """Older ones are removed once a newer one is committed."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads; 0 leaves it to torch."""
+    hang_timeout_s: float = Field(default=600, gt=0)
+    """A rank that begins nothing new for so long has failed, and all ranks are started again."""
     seed: int = 1234
     """Seed of Megatron's random-number states."""
 
@@ -448,6 +450,8 @@ class ServicesSpec(Strict):
     """Rank 0 of the trainer, which serves TrainerService."""
     trainer_ranks: list[DeviceEndpoint] = []
     """The other ranks of the trainer, from rank 1 on."""
+    trainer_meeting_port: int = Field(default=7705, ge=1, le=65535)
+    """Where the ranks meet, on the host of rank 0; torchrun brings its own."""
     weight_sync: Endpoint = _default_endpoint(4)
     """The coordinator."""
     weight_agents: list[DeviceEndpoint] = Field(default=[_default_device_endpoint(10)], validate_default=True)

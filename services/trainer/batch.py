@@ -50,8 +50,6 @@ class Batch:
     """Rollouts that each optimizer step averages over."""
     micro_batches: tuple[MicroBatch, ...]
     """Of one data-parallel rank."""
-    rollout_metrics: dict[str, float]
-    """How it was generated, by metric name."""
 
     @property
     def optimizer_steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -11,8 +12,6 @@ from services.common.board import StatusBoard
 from services.common.errors import FailedPrecondition
 from services.common.rpc import duration, new_request_id
 from services.common.spec import RunSpec
-from services.trainer.batch import Batch, Sample
-from services.trainer.codec import batch_from_proto, sample_from_bytes
 from services.trainer.flops import SampleFlops
 from services.trainer.insist import POLL_S, insist
 
@@ -24,7 +23,7 @@ FETCH_ROWS = 1024
 class BatchAnswer:
     """What the buffer says when it is asked for the next batch."""
 
-    batch: Batch | None
+    manifest: buffer_pb2.BatchManifest | None
     run_complete: bool
     """There is none, and none will come."""
     commit_requested: bool
@@ -65,7 +64,7 @@ class BufferClient:
         request = buffer_pb2.LeaseBatchRequest(
             **self._ids(),
             run_epoch=run_epoch,
-            data_parallel_size=1,
+            data_parallel_size=self._spec.data_parallel_size,
             max_tokens_per_micro_batch=self._spec.trainer.max_tokens_per_micro_batch,
             wait_timeout=duration(POLL_S),
             context_parallel_size=1,
@@ -77,36 +76,35 @@ class BufferClient:
         what = "a sealed batch from the buffer"
         answer = await insist(self._board, what, self._buffer.LeaseBatch, request, poll_s=POLL_S)
         return BatchAnswer(
-            batch=batch_from_proto(answer.manifest) if answer.HasField("manifest") else None,
+            manifest=answer.manifest if answer.HasField("manifest") else None,
             run_complete=answer.no_batch_reason == buffer_pb2.NO_BATCH_REASON_RUN_COMPLETE,
             commit_requested=answer.commit_requested,
         )
 
-    async def fetch_samples(self, batch: Batch) -> list[Sample]:
-        """All samples of a batch, by row."""
-        samples: list[Sample] = []
-        for begin in range(0, len(batch.rows), FETCH_ROWS):
-            rows = range(begin, min(begin + FETCH_ROWS, len(batch.rows)))
-            samples += await self._fetch_rows(batch.number, rows)
-        return samples
+    async def fetch_rows(self, batch: int, rows: Sequence[int]) -> list[bytes]:
+        """The serialized samples of some rows of a batch, in their order."""
+        payloads: list[bytes] = []
+        for begin in range(0, len(rows), FETCH_ROWS):
+            payloads += await self._fetch(batch, rows[begin : begin + FETCH_ROWS])
+        return payloads
 
-    async def _fetch_rows(self, batch: int, rows: range) -> list[Sample]:
+    async def _fetch(self, batch: int, rows: Sequence[int]) -> list[bytes]:
         request = buffer_pb2.FetchSamplesRequest(run_id=self._spec.run_id, batch=batch, rows=rows)
-        samples: list[Sample] = []
+        payloads: list[bytes] = []
         while True:
             page = await insist(self._board, "samples from the buffer", self._buffer.FetchSamples, request)
-            samples += [sample_from_bytes(payload) for payload in page.payloads]
+            payloads += page.payloads
             if not page.next_page_token:
                 break
             request.page_token = page.next_page_token
-        if len(samples) != len(rows):
-            raise FailedPrecondition(f"batch {batch}: asked for {len(rows)} samples and got {len(samples)}")
-        return samples
+        if len(payloads) != len(rows):
+            raise FailedPrecondition(f"batch {batch}: asked for {len(rows)} samples and got {len(payloads)}")
+        return payloads
 
-    async def ack_batch(self, run_epoch: int, batch: Batch) -> None:
+    async def ack_batch(self, run_epoch: int, manifest: buffer_pb2.BatchManifest) -> None:
         """Say that a batch is trained. Aborted if another trainer runs."""
         request = buffer_pb2.AckBatchRequest(
-            **self._ids(), run_epoch=run_epoch, batch=batch.number, digest=batch.digest
+            **self._ids(), run_epoch=run_epoch, batch=manifest.batch, digest=manifest.digest
         )
         await insist(self._board, "the buffer to note a trained batch", self._buffer.AckBatch, request)
 

@@ -1,13 +1,11 @@
 """Checkpoints of a run: `checkpoints/step-00000020/`, torch_dist format plus `state.json`.
 
-A directory of that name is complete: it is written under another name, forced to disk, and renamed. What a killed save
-leaves behind has the other name, and the next save removes it. A checkpoint can be loaded in another parallel layout.
+All ranks save and load together. A directory of that name is complete (services.trainer.saving). It can be loaded in
+another layout, optimizer included; random states then begin anew from the seed, since they belong to the ranks.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -15,24 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from services.common.errors import FailedPrecondition
-from services.trainer.megatron import (
-    CheckpointingException,
-    dist_checkpointing,
-    get_cuda_rng_tracker,
-    parallel_state,
-)
+from services.trainer.boxes import optimizer_boxes, owned_boxes, weight_boxes
+from services.trainer.loading import STATE_FILE, CheckpointError, fill, read_table
+from services.trainer.megatron import ShardedObject, get_cuda_rng_tracker, parallel_state
+from services.trainer.saving import Saving
 from services.trainer.step import Learner
 
-STATE_FILE = "state.json"
-FORMAT = 1
-TEMPORARY_PREFIX = ".unfinished-"
+STEPS = "optimizer_steps"
 _NAME = re.compile(r"step-(\d{8})")
-
-
-class CheckpointError(FailedPrecondition):
-    """A checkpoint cannot be used; the message names it and says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +49,28 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def remove_old(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
+    """Remove all but the newest `keep` checkpoints; for one rank."""
     for step in checkpoint_steps(root)[:-keep]:
         shutil.rmtree(checkpoint_path(root, step))
 
 
 def save(root: Path, learner: Learner, state: RunState) -> Path:
     """Write the checkpoint of a step; final on disk when this returns. Keeps one that is there already."""
-    final = checkpoint_path(root, state.step)
-    if final.is_dir():
-        return final
-    for left_over in root.glob(f"{TEMPORARY_PREFIX}*"):
-        shutil.rmtree(left_over)
-    temporary = root / f"{TEMPORARY_PREFIX}{final.name}"
-    temporary.mkdir(parents=True)
-    dist_checkpointing.save(_sharded_state(learner, is_loading=False), str(temporary), verify_integrity=True)
-    (temporary / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
-    _force_to_disk(temporary)
-    temporary.rename(final)
-    _sync(root)
-    return final
+    return begin_save(root, learner, state).finish()
+
+
+def begin_save(root: Path, learner: Learner, state: RunState) -> Saving:
+    """Begin the checkpoint of a step, and return when training may go on; `finish` makes it final.
+
+    Needs host memory for what this rank owns: with bfloat16 some 14 bytes for each parameter, divided by the ranks.
+    """
+    return Saving(
+        checkpoint_path(root, state.step),
+        owned_boxes(learner.module, learner.optimizer),
+        {**asdict(state), "layout": _layout()},
+        [_random_object(_random_state())],
+        {STEPS: learner.optimizer.applied_steps},
+    )
 
 
 def load(path: Path, learner: Learner, spec_digest: str) -> RunState:
@@ -87,60 +79,51 @@ def load(path: Path, learner: Learner, spec_digest: str) -> RunState:
     Raises:
         CheckpointError: It belongs to another run, or is damaged.
     """
-    state = read_state(path)
+    state, table = read_state(path), read_table(path)
     if state.spec_digest != spec_digest:
         raise CheckpointError(
             f"{path}: written by a run with another spec (digest {state.spec_digest[:12]}, now {spec_digest[:12]}); "
             "give this run a run_dir of its own, or restore its run spec"
         )
-    wanted = _sharded_state(learner, is_loading=True)
-    try:
-        loaded: Any = dist_checkpointing.load(wanted, str(path), verify_integrity=True)
-    except (CheckpointingException, OSError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}; remove it to start from the one before") from error
-    learner.module.load_state_dict(loaded["model"])
-    learner.optimizer.megatron.load_state_dict(loaded["optimizer"])
-    torch.set_rng_state(loaded["rng"]["torch"])
-    tracker: Any = get_cuda_rng_tracker()
-    tracker.set_states(loaded["rng"]["tracker"])
+    same_layout = table["layout"] == _layout()
+    boxes = weight_boxes(learner.module) + optimizer_boxes(learner.module, learner.optimizer)
+    loaded = fill(path, boxes, [_random_object(None)] if same_layout else [])
+    learner.optimizer.applied_steps = loaded[STEPS]
+    if same_layout:
+        _set_random_state(loaded["objects"][0])
     return state
 
 
 def read_state(path: Path) -> RunState:
     """What a checkpoint says about its run. Raises CheckpointError if it is not one of ours."""
+    table = read_table(path)
     try:
-        table = json.loads((path / STATE_FILE).read_text())
-        if table["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {table['format']}, but this version reads format {FORMAT}")
         return RunState(table["step"], table["spec_digest"], tuple(table["batch_digests"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: {STATE_FILE} is missing or damaged ({error}); not a usable checkpoint"
-        ) from error
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: {STATE_FILE} names no {error}; not a checkpoint of a run") from error
 
 
-def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
-    layout = {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
+def _layout() -> dict[str, Any]:
+    """What must be the same for a rank to be the same rank again."""
+    return {
+        "ranks": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    model = learner.module.sharded_state_dict(metadata=layout)
-    optimizer = learner.optimizer.megatron.sharded_state_dict(model, is_loading=is_loading, metadata=layout)
+
+
+def _random_object(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _random_state() -> dict[str, Any]:
     tracker: Any = get_cuda_rng_tracker()
-    rng = {"torch": torch.get_rng_state(), "tracker": tracker.get_states()}
-    return {"model": model, "optimizer": optimizer, "rng": rng}
+    return {"torch": torch.get_rng_state(), "tracker": tracker.get_states()}
 
 
-def _force_to_disk(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(state["tracker"])

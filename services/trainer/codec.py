@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from flotilla.buffer.v1 import buffer_pb2
 from flotilla.common.v1 import common_pb2
+from flotilla.trainer.v1 import rank_pb2
 from flotilla.weight_sync.v1 import agent_pb2
 from services.common.errors import FailedPrecondition
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
 from services.trainer.export import CudaWeights, SharedWeights, Slice
+from services.trainer.report import MicroBatchId, Report
 
 
-def batch_from_proto(manifest: buffer_pb2.BatchManifest) -> Batch:
-    """A batch, with the micro-batches of data-parallel rank 0."""
+def batch_from_proto(manifest: buffer_pb2.BatchManifest, replica: int) -> Batch:
+    """A batch, with the micro-batches of one data-parallel rank."""
     return Batch(
         number=manifest.batch,
         digest=manifest.digest,
@@ -20,9 +24,8 @@ def batch_from_proto(manifest: buffer_pb2.BatchManifest) -> Batch:
         micro_batches=tuple(
             MicroBatch(one.optimizer_step, tuple(one.rows))
             for one in manifest.micro_batches
-            if one.data_parallel_rank == 0
+            if one.data_parallel_rank == replica
         ),
-        rollout_metrics=rollout_metrics(manifest.stats, manifest.schedule),
     )
 
 
@@ -42,6 +45,14 @@ def rollout_metrics(stats: buffer_pb2.RolloutStats, schedule: buffer_pb2.Schedul
         "rollout/packing_efficiency": schedule.packing_efficiency,
         "rollout/imbalance": schedule.imbalance,
     }
+
+
+def report_from_proto(message: rank_pb2.TrainBatchResponse) -> Report:
+    """What a rank says of a batch."""
+    values = {one.name: getattr(message, one.name) for one in fields(Report)}
+    values |= {name: list(values[name]) for name in ("grad_norms", "skipped_steps")}
+    values["not_finite"] = [MicroBatchId(one.optimizer_step, one.index) for one in message.not_finite]
+    return Report(**values)
 
 
 def sample_from_bytes(payload: bytes) -> Sample:

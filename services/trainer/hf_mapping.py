@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.layout import cut_of, gather, global_name
+from services.trainer.layout import Cut, Owner, Owners, cut_of, gather, global_name
 from services.trainer.model import PolicyModel
 from services.trainer.model_config import Experts, ModelConfig, ModelError
 
@@ -157,18 +157,28 @@ def unshard(rule: Rule, parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def hf_tensors(module: PolicyModel, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every weight that this rank has a part of by its Hugging Face name, whole and detached.
+    """Weights by Hugging Face name, whole and detached: those that this rank owns, which no other rank yields.
 
-    A view of the parameter where that is possible. All ranks that share weights must go through it together. A head
-    that is the embedding, of which a last stage has a copy, comes from the first stage alone.
+    A view of the parameter where that is possible. All ranks must go through it together. A head that is the embedding,
+    of which a last stage has a copy, comes from the first stage.
     """
-    rules = rules_of(model)
+    rules, owners = rules_of(model), Owners()
     for name, weight in weights_of(module):
         if name == _OUTPUT and model.tied_embeddings:
             continue
-        rule, cut, part = rules[global_name(name, module.config)], cut_of(name, weight), weight.detach()
-        whole = part if cut is None else unshard(rule, gather(part, cut), cut.dim)
-        yield from zip(rule.hf, to_hf(rule, whole, model), strict=True)
+        owner = owners.assign(name, weight.nbytes)
+        rule = rules[global_name(name, module.config)]
+        whole = _whole(rule, weight.detach(), cut_of(name, weight), owner) if owner else None
+        if whole is not None:
+            yield from zip(rule.hf, to_hf(rule, whole, model), strict=True)
+
+
+def _whole(rule: Rule, part: Tensor, cut: Cut | None, owner: Owner) -> Tensor | None:
+    """The whole weight on its owner, None elsewhere."""
+    if cut is None:
+        return part if owner.is_me else None
+    parts = gather(part, cut, owner)
+    return unshard(rule, parts, cut.dim) if parts else None
 
 
 @torch.no_grad()

@@ -16,6 +16,8 @@ ATTEMPT_S = 20.0
 """Deadline of one attempt, beyond what a long poll waits on purpose."""
 POLL_S = 10.0
 """How long a long poll waits at the peer."""
+HEARTBEAT_S = 2.0
+"""How soon a peer that restarted is told again."""
 
 R = TypeVar("R")
 

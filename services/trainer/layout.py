@@ -89,11 +89,51 @@ def cut_of(name: str, weight: Tensor) -> Cut | None:
     return Cut(getattr(weight, "partition_dim"), group.rank(), group.size(), group)  # noqa: B009  Megatron adds it
 
 
-def gather(part: Tensor, cut: Cut) -> list[Tensor]:
-    """The parts of all ranks that share a weight, in order; all of them must call it."""
-    parts = [torch.empty_like(part) for _ in range(cut.size)]
-    dist.all_gather(parts, part.contiguous(), group=cut.group)
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The rank that gives a weight to others, of those that have it or a part of it."""
+
+    place: int
+    """Among the ranks that share the weights of its copy."""
+    is_me: bool
+
+
+def gather(part: Tensor, cut: Cut, owner: Owner) -> list[Tensor] | None:
+    """The parts of all ranks that share a weight, in order, on the owner; all of them must call it."""
+    parts = [torch.empty_like(part) for _ in range(cut.size)] if owner.is_me else None
+    dist.gather(part.contiguous(), parts, group=cut.group, group_dst=owner.place)
     return parts
+
+
+class Owners:
+    """Gives every weight of a stage an owner, so that all ranks own as many bytes.
+
+    All of them ask in the same order, and get the same answers without a word.
+    """
+
+    def __init__(self) -> None:
+        copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._dense = _Shares(copies, parallel_state.get_tensor_model_parallel_group())
+        expert_copies = parallel_state.get_expert_data_parallel_group()
+        self._experts = _Shares(expert_copies, parallel_state.get_expert_tensor_parallel_group())
+
+    def assign(self, name: str, size_bytes: int) -> Owner | None:
+        """The owner of a weight that has so many bytes on a rank; None if that is in another copy of the model."""
+        return (self._experts if _EXPERT.search(name) else self._dense).assign(size_bytes)
+
+
+class _Shares:
+    """Bytes that each rank owns: the ranks of the first copy, then those of the second, and so on."""
+
+    def __init__(self, copies: Any, parts: Any) -> None:
+        self._copy, self._part, self._parts = copies.rank(), parts.rank(), parts.size()
+        self._bytes = [0] * (copies.size() * parts.size())
+
+    def assign(self, size_bytes: int) -> Owner | None:
+        least = min(range(len(self._bytes)), key=self._bytes.__getitem__)
+        self._bytes[least] += size_bytes
+        copy, part = divmod(least, self._parts)
+        return Owner(part, part == self._part) if copy == self._copy else None
 
 
 def vocabulary_part(rows: int) -> Part:

@@ -9,7 +9,7 @@
           │                      LeaseBatch, FetchSamples ── RUN_COMPLETE ──► finish
           │                              │ ── commit_requested: checkpoint, Commit
           │                              ▼
-          │                  log-probs, optimizer steps   (worker thread)
+          │              all ranks: log-probs, optimizer steps
           │                              ▼
           │                          AckBatch
           │                              │
@@ -18,85 +18,58 @@
                                       metrics ── every save_interval: checkpoint, then Commit
 
 Waits: for the buffer (a sealed batch, an answer), for the agent (to read a version), for the coordinator (to take
-note); each is on the status board. It never waits for an engine. Everything runs in the event loop but what touches
-torch: that runs in one worker thread. A kill at any point loses at most the steps since the last checkpoint, whose
-batches the next BeginEpoch hands out again.
+note), for the other ranks; each is on the status board. It never waits for an engine. A kill at any point, of any rank,
+loses at most the steps since the last checkpoint, whose batches the next BeginEpoch hands out again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import ParamSpec, TypeVar
 
-import torch
-
+from flotilla.buffer.v1 import buffer_pb2
+from flotilla.common.v1 import common_pb2
 from services.common.errors import FailedPrecondition
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
 from services.common.rpc import open_channel
 from services.common.service import ServiceHost
-from services.trainer import checkpoint, megatron
-from services.trainer.batch import Batch
+from services.trainer import checkpoint
 from services.trainer.buffer_client import BufferClient
 from services.trainer.checkpoint import RunState
+from services.trainer.codec import rollout_metrics
 from services.trainer.control import Control, Phase, Saved
-from services.trainer.export import export_hf, share_weights, shared_memory_path
+from services.trainer.fleet import Fleet
 from services.trainer.flops import forward_flops
 from services.trainer.metrics import MetricsWriter
-from services.trainer.model_config import read_config
-from services.trainer.publisher import RANK, Publisher
-from services.trainer.report import Metrics, train_metrics
-from services.trainer.step import Learner
+from services.trainer.publisher import Publisher
+from services.trainer.rank import Rank
+from services.trainer.report import Metrics, Report, train_metrics
 
 EVALUATION_MARGIN_S = 60.0
 """Beyond the deadline of an evaluation, for the buffer to end it."""
+STRAGGLING = 1.5
+"""A rank that takes so much longer than the mean is named."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
 log = get_logger(__name__)
-
-
-class Worker:
-    """The one thread that touches torch."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(1, "torch", initializer=partial(_use_threads, num_threads))
-
-    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run there, after what was given to it before."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
-
-    async def close(self) -> None:
-        """Wait for what it does now, and end it."""
-        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
-
-
-def _use_threads(count: int) -> None:
-    if count:
-        torch.set_num_threads(count)
 
 
 class TrainingRun:
     """One life of the trainer."""
 
-    def __init__(self, host: ServiceHost, control: Control) -> None:
-        self._host, self._spec, self._control = host, host.spec, control
+    def __init__(self, host: ServiceHost, control: Control, rank: Rank) -> None:
+        self._host, self._spec, self._control, self._rank = host, host.spec, control, rank
+        self._fleet = Fleet(host.spec, rank)
         at = host.spec.services
-        self._channels = [open_channel(one.grpc) for one in (at.buffer, at.weight_agents[RANK], at.weight_sync)]
+        self._channels = [open_channel(one.grpc) for one in (at.buffer, at.weight_sync)]
         self._buffer = BufferClient(host.spec, host.board, self._channels[0])
-        self._worker = Worker(host.spec.trainer.num_threads)
+        self._publisher = Publisher(host.spec.run_id, host.board, self._channels[1])
         self._metrics = MetricsWriter(host.spec.run_dir)
         self._root = host.spec.run_dir / "checkpoints"
         self._digests: list[str] = []
         self._saved_step = -1
         self._saving_s = 0.0
         """Spent on checkpoints since the last step was recorded."""
-        self._learner: Learner
-        self._publisher: Publisher
 
     async def run(self) -> None:
         """Train to the end of the run, then stop the process."""
@@ -107,53 +80,43 @@ class TrainingRun:
             while (batch := await self._next_batch()) is not None:
                 await self._do_step(*batch)
             await self._finish()
+        await self._fleet.end()
         self._control.phase = Phase.DONE
         self._host.stopping.set()
 
     async def close(self) -> None:
-        """Leave nothing behind but the files of the run; nor what a life before was killed with."""
-        shared_memory_path(self._spec.run_id, RANK).unlink(missing_ok=True)
+        """Leave nothing behind but the files of the run."""
         self._metrics.close()
+        await self._fleet.close()
         await asyncio.gather(*(channel.close() for channel in self._channels))
-        await self._worker.run(megatron.destroy)
-        await self._worker.close()
 
     async def _start(self) -> None:
-        state = await self._worker.run(self._load)
-        self._digests, step = list(state.batch_digests), state.step
-        path = str(checkpoint.checkpoint_path(self._root, step)) if self._saved_step >= 0 else ""
-        epoch = await self._buffer.begin_epoch(step, path, state.batch_digests)
-        self._control.run_epoch, self._control.step = epoch, step
-        self._control.committed_step = max(self._saved_step, 0)
-        _, agent, coordinator = self._channels
-        weights = await self._worker.run(share_weights, self._spec.run_id, RANK, self._learner)
-        write = partial(self._worker.run, weights.write)
-        board = self._host.board
-        self._publisher = Publisher(self._spec.run_id, epoch, board, agent, coordinator, weights, write)
-        self._host.spawn(self._publisher.beat(), "heartbeat")
-        log.info("training starts", run_epoch=epoch, step=step, checkpoint=path)
-
-    def _load(self) -> RunState:
-        """In the worker: build the model and fill it from the newest checkpoint, or from the initial weights."""
-        megatron.initialize(self._spec.trainer.seed)
-        self._learner = Learner(self._spec, read_config(self._spec.model.hf_checkpoint))
-        digest = self._spec.digest()
+        await self._rank.open()
+        state, path = RunState(0, self._spec.digest(), ()), ""
         if steps := checkpoint.checkpoint_steps(self._root):
             self._saved_step = steps[-1]
-            return checkpoint.load(checkpoint.checkpoint_path(self._root, steps[-1]), self._learner, digest)
-        self._learner.load_initial_weights()
-        return RunState(0, digest, ())
+            newest = checkpoint.checkpoint_path(self._root, steps[-1])
+            state, path = checkpoint.read_state(newest), str(newest)
+        await self._fleet.load(state.step if path else None)
+        self._digests = list(state.batch_digests)
+        epoch = await self._buffer.begin_epoch(state.step, path, state.batch_digests)
+        self._control.run_epoch, self._control.step = epoch, state.step
+        self._control.committed_step = max(self._saved_step, 0)
+        self._host.spawn(self._publisher.beat(), "coordinator heartbeat")
+        log.info("training starts", run_epoch=epoch, step=state.step, checkpoint=path)
 
     async def _publish(self) -> float:
         """Publish the weights as they are. Returns the seconds it took."""
         begun = time.monotonic()
         self._control.phase = Phase.PUBLISHING
-        await self._publisher.publish(self._control.step)
+        version = common_pb2.PolicyVersion(run_epoch=self._control.run_epoch, step=self._control.step)
+        await self._fleet.export(version)
+        await self._publisher.publish(version)
         return time.monotonic() - begun
 
-    async def _next_batch(self) -> tuple[Batch, float] | None:
+    async def _next_batch(self) -> tuple[buffer_pb2.BatchManifest, float] | None:
         """The next batch and the seconds waited for it; None when the run is complete or was ended."""
-        begun, flops = time.monotonic(), forward_flops(self._learner.model)
+        begun, flops = time.monotonic(), forward_flops(self._rank.learner.model)
         while True:
             self._control.phase = Phase.WAITING
             answer = await self._buffer.lease_batch(self._control.run_epoch, flops)
@@ -161,8 +124,8 @@ class TrainingRun:
             if answer.commit_requested and self._control.committed_step < self._control.step:
                 await self._save()
             await self._obey()
-            if answer.batch is not None:
-                return answer.batch, waited
+            if answer.manifest is not None:
+                return answer.manifest, waited
             if answer.run_complete or await self._buffer.is_stopped():
                 return None
 
@@ -175,19 +138,22 @@ class TrainingRun:
                 with self._host.board.waiting("ResumeTraining"):
                     await self._control.changed()
 
-    async def _do_step(self, batch: Batch, waited_s: float) -> None:
-        if batch.number != self._control.step:
-            raise FailedPrecondition(f"the buffer gave batch {batch.number} to a trainer at step {self._control.step}")
-        samples = await self._buffer.fetch_samples(batch)
+    async def _do_step(self, manifest: buffer_pb2.BatchManifest, waited_s: float) -> None:
+        if manifest.batch != self._control.step:
+            raise FailedPrecondition(
+                f"the buffer gave batch {manifest.batch} to a trainer at step {self._control.step}"
+            )
         self._control.phase = Phase.TRAINING
-        trained = train_metrics([await self._worker.run(self._learner.train, batch, samples)])
+        reports = await self._fleet.train(manifest)
         kill_point("trainer_after_optimizer_step")
-        await self._buffer.ack_batch(self._control.run_epoch, batch)
+        await self._buffer.ack_batch(self._control.run_epoch, manifest)
         kill_point("trainer_after_ack")
-        self._digests.append(batch.digest)
+        self._digests.append(manifest.digest)
         self._control.step += 1
         times = {"time/wait_batch_seconds": waited_s, "time/publish_seconds": await self._publish()}
-        self._record({**batch.rollout_metrics, **trained, **times})
+        rollout = rollout_metrics(manifest.stats, manifest.schedule)
+        self._record({**rollout, **train_metrics(reports), **times})
+        warn_of_ranks(reports)
         if self._control.step % self._spec.trainer.save_interval == 0:
             await self._save()
 
@@ -204,13 +170,13 @@ class TrainingRun:
         begun = time.monotonic()
         self._control.phase = Phase.SAVING
         step = self._control.step
-        state = RunState(step, self._spec.digest(), tuple(self._digests))
-        path = await self._worker.run(checkpoint.save, self._root, self._learner, state)
+        path = checkpoint.checkpoint_path(self._root, step)
+        await self._fleet.save(step, self._digests)
         kill_point("trainer_after_checkpoint")
         await self._buffer.commit(self._control.run_epoch, step, str(path))
         kill_point("trainer_after_commit")
         self._saved_step = self._control.committed_step = step
-        await self._worker.run(checkpoint.remove_old, self._root, self._spec.trainer.keep_checkpoints)
+        await asyncio.to_thread(checkpoint.remove_old, self._root, self._spec.trainer.keep_checkpoints)
         self._control.answer_saves(Saved(step, str(path)))
         self._saving_s += time.monotonic() - begun
 
@@ -220,10 +186,9 @@ class TrainingRun:
             await self._save()
         if self._spec.evaluation.sets:
             await self._until_evaluated()
-        target = self._spec.run_dir / "hf"
-        await self._worker.run(export_hf, self._learner, self._spec.model.hf_checkpoint, target)
+        await self._fleet.export_model()
         await self._buffer.stop_run()
-        log.info("the run is complete", step=self._control.step, hf_checkpoint=str(target))
+        log.info("the run is complete", step=self._control.step)
 
     async def _until_evaluated(self) -> None:
         deadline = time.monotonic() + self._spec.evaluation.deadline_s + EVALUATION_MARGIN_S
@@ -231,3 +196,15 @@ class TrainingRun:
             if time.monotonic() >= deadline:
                 log.warning("the last evaluation did not end in time", step=self._control.step)
                 return
+
+
+def warn_of_ranks(reports: list[Report]) -> None:
+    """Say which micro-batch of which rank had no finite loss, and which rank holds up the others."""
+    for rank, report in enumerate(reports):
+        for one in report.not_finite:
+            log.warning("a loss is not finite", rank=rank, optimizer_step=one.optimizer_step, micro_batch=one.index)
+    for step in reports[0].skipped_steps:
+        log.warning("a gradient was not finite; the optimizer step was skipped", optimizer_step=step)
+    busy = [one.busy_seconds for one in reports]
+    if max(busy) > STRAGGLING * sum(busy) / len(busy):
+        log.warning("a rank is slower than the others", rank=busy.index(max(busy)), seconds=busy)

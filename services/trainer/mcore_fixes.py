@@ -1,15 +1,9 @@
 """Repairs of megatron-core 0.19.2 that matter on every device without Transformer Engine.
 
-The first three concern the distributed optimizer over torch's AdamW, which keeps its step count as a tensor beside each
-parameter's moments, where Apex and Transformer Engine keep one number for each group:
-
-1. asking for the state before the first step fails, because there is no step yet;
-2. loading parameter state fails, because the checkpoint has no step beside the moments;
-3. loading gives all parameters the same step tensor, so that every optimizer step then counts once per parameter and
-   the bias correction is silently wrong;
-4. a checkpoint that is written in this process still starts a helper process, to hold a queue between processes;
-5. the norm of the gradients waits for the device once for each parameter, and clipping copies every gradient;
-6. with tensor parallelism, latent attention with column-parallel down-projections loses the other ranks' part of the
+1. the distributed optimizer over torch's AdamW has no state to save or to load into before the first step;
+2. a checkpoint that is written in this process still starts a helper process, to hold a queue between processes;
+3. the norm of the gradients waits for the device once for each parameter, and clipping copies every gradient;
+4. with tensor parallelism, latent attention with column-parallel down-projections loses the other ranks' part of the
    gradient of the keys' rotary part, which every rank has whole: gathering them splits in the backward pass, and does
    not add.
 """
@@ -17,31 +11,16 @@ parameter's moments, where Apex and Transformer Engine keep one number for each 
 from __future__ import annotations
 
 import queue
-from typing import Any
 
 import torch
 from megatron.core import utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-
-_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-_load_state_dict = DistributedOptimizer.load_state_dict
-
-
-def _set_states_without_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-    _set_states(self, model_param, {"step": None, **tensors})
-
-
-def _load_state_dict_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
-    _load_state_dict(self, state_dict)
-    for state in self.optimizer.state.values():
-        state["step"] = state["step"].clone()
 
 
 def _l2_norm(
@@ -58,11 +37,9 @@ def _scale(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], fa
 
 
 def install() -> None:
-    """Repairs 2 to 5, for the whole process; 5 only where there is no faster kernel. Idempotent."""
+    """Repairs 2 and 3, for the whole process; 3 only where there is no faster kernel. Idempotent."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _l2_norm, _scale
-    DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_without_step
-    DistributedOptimizer.load_state_dict = _load_state_dict_with_own_steps
     filesystem_async._results_queue = queue.SimpleQueue()
 
 
@@ -80,7 +57,7 @@ def give_initial_state(optimizer: torch.optim.Optimizer, fused: bool) -> None:
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Repair 6: keys and values come as from a projection that is not cut, each rank with its part of the sequence.
+    """Repair 4: keys and values come as from a projection that is not cut, each rank with its part of the sequence.
 
     Megatron then gathers the rotary part along the sequence, which adds in the backward pass. Needs sequence
     parallelism where there is tensor parallelism.

@@ -31,7 +31,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of every optional package that is absent
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+        is_main_replica,
+    )
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -87,6 +93,8 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionSubmodules",
     "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
     "TEDotProductAttention",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -102,6 +110,8 @@ __all__ = [
     "get_moe_module_spec_for_backend",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "is_main_replica",
+    "nested_values",
     "parallel_state",
 ]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from services.common.spec import OptimizerSpec
 from services.trainer.mcore_fixes import give_initial_state
@@ -21,6 +23,8 @@ from services.trainer.megatron import (
 )
 from services.trainer.model import PolicyModel
 
+STATE = ("param", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each element, in float32: the weight itself, and the moments."""
 UNIT_LOSS_SCALE = 1.0
 """A loss scale, even this one, has Megatron look for gradients that are not finite, and skip their step."""
 
@@ -65,7 +69,8 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         self.megatron: Any = get_megatron_optimizer(config, [self.ddp])
-        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):  # experts may have one of their own
+        self._parts = [one for one in self.megatron.chained_optimizers if not one.is_stub_optimizer]
+        for part in self._parts:
             give_initial_state(part.optimizer, fused=ON_CUDA)
         module.config.finalize_model_grads_func = self._sum_gradients
         self.ready_s = 0.0
@@ -87,6 +92,31 @@ class Optimizer:
             group["weight_decay"] = self._spec.weight_decay * group["wd_mult"]
         applied, grad_norm, _ = self.megatron.step()
         return StepResult(bool(applied), float(grad_norm) if applied else 0.0)
+
+    def shards(self) -> Iterator[tuple[Tensor, int, dict[str, Tensor]]]:
+        """What this rank updates: a weight, the first of its elements that are this rank's, and their flat state.
+
+        The state is the float32 weights and moments by Megatron's names, themselves and no copies.
+        """
+        for part in self._parts:
+            buckets = [one for buffer in part.gbuf_ranges for several in buffer.values() for one in several]
+            for weight, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+                state = part._get_main_param_and_optimizer_states(weight)
+                yield weight, ranges["param"].start, {name: state[name] for name in STATE}
+
+    @property
+    def applied_steps(self) -> int:
+        """Optimizer steps that changed the weights, for the correction of the moments' bias."""
+        return int(next(self._step_counts(), 0))
+
+    @applied_steps.setter
+    def applied_steps(self, count: int) -> None:
+        for one in self._step_counts():
+            one.fill_(count)
+
+    def _step_counts(self) -> Iterator[Tensor]:
+        """Of every weight that this rank updates, all the same."""
+        yield from (state["step"] for part in self._parts for state in part.optimizer.state.values())
 
     def _sum_gradients(self, models: list[torch.nn.Module], _num_tokens: torch.Tensor, **kwargs: object) -> None:
         """Megatron's reduction without its division: the loss is normalised already."""

@@ -65,7 +65,8 @@ def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Samples, device: t
     weight = torch.tensor([1.0 / (row.loss_denominator * rollouts) for row in rows])
     advantage = torch.tensor([row.advantage for row in rows])
     tokens = _chain((*one.prompt, *one.response)[:length] for one, length in zip(mine, lengths, strict=True))
-    if missing := -len(tokens) % multiple if tokens else multiple:
+    missing = -len(tokens) % multiple if tokens else multiple  # a micro-batch may have no rows
+    if missing:
         tokens, lengths = [*tokens, *[0] * missing], (*lengths, missing)
     return Pack(
         tokens=torch.tensor([tokens]).to(device),

@@ -1,130 +1,51 @@
-"""Hands a policy version to weight_sync: exported, read by the agent, published by the coordinator.
-
-Invariant: the memory that the agent reads changes only under the lock, and only after the agent that lives now has read
-what lies there. So an agent that restarts at any moment reads either a whole version or nothing.
-"""
+"""Tells the weight_sync coordinator which policy version to bring to the engines. On rank 0."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
 
 import grpc
 
 from flotilla.common.v1 import common_pb2
-from flotilla.weight_sync.v1 import agent_pb2, agent_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
+from flotilla.weight_sync.v1 import weight_sync_pb2, weight_sync_pb2_grpc
 from services.common.board import StatusBoard
 from services.common.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from services.common.logs import get_logger
-from services.common.rpc import call, duration, new_request_id
-from services.common.service import Backoff
-from services.trainer.codec import registration_to_proto
-from services.trainer.export import CudaWeights, SharedWeights
-from services.trainer.insist import ATTEMPT_S, insist
-
-HEARTBEAT_S = 2.0
-"""How soon a restarted agent or coordinator learns of the version again."""
-READ_DEADLINE_S = 600.0
-"""An agent that lives but has not read a version by then never will."""
-RANK = 0
+from services.common.rpc import call, new_request_id
+from services.trainer.insist import ATTEMPT_S, HEARTBEAT_S, insist
 
 log = get_logger(__name__)
 
 
 class Publisher:
-    """The weight agent beside this rank, and the coordinator. Used from one event loop."""
+    """The coordinator. Used from one event loop."""
 
-    def __init__(
-        self,
-        run_id: str,
-        run_epoch: int,
-        board: StatusBoard,
-        agent: grpc.aio.Channel,
-        coordinator: grpc.aio.Channel,
-        weights: SharedWeights | CudaWeights,
-        write: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._run_id, self._run_epoch, self._board = run_id, run_epoch, board
-        self._agent = agent_pb2_grpc.WeightAgentServiceStub(agent)
+    def __init__(self, run_id: str, board: StatusBoard, coordinator: grpc.aio.Channel) -> None:
+        self._run_id, self._board = run_id, board
         self._coordinator = weight_sync_pb2_grpc.WeightSyncServiceStub(coordinator)
-        self._weights, self._write = weights, write
-        self._lock = asyncio.Lock()
-        self._exported: common_pb2.PolicyVersion | None = None
         self._published: common_pb2.PolicyVersion | None = None
-        self._told = ""
-        """Incarnation of the agent that knows of the exported version."""
 
-    async def publish(self, step: int) -> None:
-        """Export the weights as version `step` and see them read and published.
+    async def publish(self, version: common_pb2.PolicyVersion) -> None:
+        """Publish a version that the agents of all ranks have read.
 
         Raises:
             Aborted: Another trainer runs.
-            DeadlineExceeded, Unavailable: A peer stayed away, or the agent does not read.
+            DeadlineExceeded, Unavailable: The coordinator stayed away.
         """
-        async with self._lock:
-            if self._exported is not None:
-                await self._until_read(self._exported)
-            await self._write()
-            self._exported, self._told = common_pb2.PolicyVersion(run_epoch=self._run_epoch, step=step), ""
-            await self._until_read(self._exported)
-        request = self._publish_request(self._exported)
-        await insist(self._board, "the weight_sync coordinator", self._coordinator.PublishVersion, request)
-        self._published = self._exported
+        method, request = self._coordinator.PublishVersion, self._request(version)
+        await insist(self._board, "the weight_sync coordinator", method, request)
+        self._published = version
 
     async def beat(self) -> None:
-        """Tell restarted peers of the version, for the life of the process. Raises Aborted if another trainer runs."""
+        """Tell a restarted coordinator, for the life of the process. Raises Aborted if another trainer runs."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            try:
-                await self._tell_agent()
-                await self._tell_coordinator()
-            except (Unavailable, DeadlineExceeded, FailedPrecondition) as error:
-                log.info("a peer is away; the heartbeat will tell it later", error=str(error))
-
-    async def _tell_agent(self) -> None:
-        async with self._lock:
-            if self._exported is None:
-                return
-            request = agent_pb2.WaitReadRequest(run_id=self._run_id)
-            answer = await call(self._agent.WaitRead, request, timeout_s=ATTEMPT_S)
-            if answer.incarnation != self._told:
-                await self._announce(self._exported)
-
-    async def _tell_coordinator(self) -> None:
-        if self._published is not None:
-            request = self._publish_request(self._published)
-            await call(self._coordinator.PublishVersion, request, timeout_s=ATTEMPT_S)
-
-    async def _until_read(self, version: common_pb2.PolicyVersion) -> None:
-        """Return once the agent that lives now has read the version; tell it as often as it restarts."""
-        deadline, backoff = time.monotonic() + READ_DEADLINE_S, Backoff()
-        # Short polls: an agent that has restarted cannot say that it waits for a version it has not been told of.
-        request = agent_pb2.WaitReadRequest(run_id=self._run_id, version=version, wait_timeout=duration(HEARTBEAT_S))
-        while time.monotonic() < deadline:
-            try:
-                if not self._told:
-                    await self._announce(version)
-                what = f"the weight agent to read version {version.run_epoch}.{version.step}"
-                answer = await insist(self._board, what, self._agent.WaitRead, request, poll_s=HEARTBEAT_S)
-            except FailedPrecondition as error:  # it restarted between two calls
-                log.info("the weight agent must be told again", error=str(error))
-                self._told = ""
-                await backoff.wait()
+            if self._published is None:
                 continue
-            if answer.incarnation != self._told:
-                self._told = ""
-            elif answer.read:
-                return
-        raise DeadlineExceeded(f"the weight agent did not read version {version.step} within {READ_DEADLINE_S:.0f} s")
+            try:
+                await call(self._coordinator.PublishVersion, self._request(self._published), timeout_s=ATTEMPT_S)
+            except (Unavailable, DeadlineExceeded, FailedPrecondition) as error:
+                log.info("the coordinator is away; the heartbeat will tell it later", error=str(error))
 
-    async def _announce(self, version: common_pb2.PolicyVersion) -> None:
-        register = registration_to_proto(self._weights)
-        register.run_id, register.request_id, register.rank = self._run_id, new_request_id(), RANK
-        announce = agent_pb2.AnnounceVersionRequest(run_id=self._run_id, request_id=new_request_id(), version=version)
-        await insist(self._board, "the weight agent", self._agent.RegisterShards, register)
-        answer = await insist(self._board, "the weight agent", self._agent.AnnounceVersion, announce)
-        self._told = answer.incarnation
-
-    def _publish_request(self, version: common_pb2.PolicyVersion) -> weight_sync_pb2.PublishVersionRequest:
+    def _request(self, version: common_pb2.PolicyVersion) -> weight_sync_pb2.PublishVersionRequest:
         return weight_sync_pb2.PublishVersionRequest(run_id=self._run_id, request_id=new_request_id(), version=version)

@@ -29,17 +29,19 @@ from services.trainer.model_config import ModelConfig
 from services.trainer.objective import objective_of
 from services.trainer.optimizer import Optimizer, learning_rate
 from services.trainer.packing import Pack, make_pack
+from services.trainer.progress import Progress
 from services.trainer.report import MicroBatchId, Report
 
 
 class Learner:
     """The model, its optimizer, and how one batch changes them. Lives in one thread, after `megatron.initialize`."""
 
-    def __init__(self, spec: TrainingSpec, model: ModelConfig) -> None:
+    def __init__(self, spec: TrainingSpec, model: ModelConfig, progress: Progress | None = None) -> None:
         self.model = model
         self._objective = objective_of(spec)
         self.module: PolicyModel = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
         self.optimizer = Optimizer(self.module, spec.optimizer)
+        self._progress = progress or Progress()
         self._spec = spec
         self._tensor = spec.parallel.tensor
 
@@ -108,6 +110,7 @@ class Learner:
         self.optimizer.zero_gradients()
         sums = self._run(packs, partial(self._train_step, old_log_probs), forward_only=False)
         report.busy_seconds += self.optimizer.ready_s - start
+        self._progress.begin("optimizer step")
         result = self.optimizer.step(number)
         report.lr = learning_rate(self._spec.optimizer, number)
         report.grad_norms.append(result.grad_norm)
@@ -124,13 +127,18 @@ class Learner:
         """Megatron's schedule over the packs."""
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(packs),
+            data_iterator=self._announced(packs, "log-probs" if forward_only else "training"),
             model=self.optimizer.ddp,
             num_microbatches=len(packs),
             seq_length=packs[0].segments.max_seqlen_q,
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _announced(self, packs: Sequence[Pack], what: str) -> Iterator[Pack]:
+        for at, pack in enumerate(packs):
+            self._progress.begin(f"{what}, micro-batch {at}")
+            yield pack
 
     def _forward(self, model: Any, pack: Pack, score: Any) -> Any:
         """What `score` makes of the hidden states before, and the weight of the output layer, and the targets."""

@@ -45,9 +45,9 @@ def loss_and_gradients(spec: SftSpec, samples: Sequence[SftSample]) -> tuple[flo
     model = read_config(spec.model.hf_checkpoint)
     learner = Learner(spec, model)
     learner.load_initial_weights()
-    batch, rows = make_batch(0, samples, batch_layout(spec, model), rank=0)
-    before = learner.evaluate(batch, rows)
-    report = learner.train(batch, rows)
+    made = make_batch(0, samples, batch_layout(spec, model), rank=0)
+    before = learner.evaluate(made.batch, made.samples)
+    report = learner.train(made.batch, made.samples)
     assert abs(before - report.loss) <= 1e-6, "evaluation computes the same"
     return report.loss, {name: one.clone() for name, one in gradients(learner).items()}
 

@@ -102,10 +102,10 @@ def test_two_data_parallel_ranks_train_as_one(tiny_qwen3: Path, tmp_path: Path) 
     """The last batch has one sample, so that one of the ranks has none."""
     found = {}
     for world in (1, 2):
-        spec = write_spec(folder(tmp_path / str(world)), tiny_qwen3, rows=13, trainer={"save_interval": 100})
+        spec = write_spec(folder(tmp_path / str(world)), tiny_qwen3, rows=13)
         port = str(free_ports(1)[0])
         meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = [start(spec, "tests.sft_ranks", RANK=str(rank), **meeting) for rank in range(world)]
+        ranks = [start(spec, RANK=str(rank), **meeting) for rank in range(world)]
         for rank in ranks:
             ended(rank)
         found[world] = metrics_of(spec)

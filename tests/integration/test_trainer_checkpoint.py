@@ -168,13 +168,13 @@ def test_a_killed_save_leaves_the_old_checkpoint(tiny_qwen3: Path, tmp_path: Pat
     script = f"""
         import os, signal
         from pathlib import Path
-        from services.trainer import checkpoint, megatron
+        from services.trainer import checkpoint, megatron, saving
         from tests.integration.test_trainer_checkpoint import DIGEST, make_learner, state, train
         megatron.initialize(seed=1)
         learner = make_learner(Path({str(tiny_qwen3)!r}))
         checkpoint.load(Path({str(old)!r}), learner, DIGEST)
         train(learner, 1)
-        checkpoint._force_to_disk = lambda directory: os.kill(os.getpid(), signal.SIGKILL)
+        saving._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         checkpoint.save(Path({str(tmp_path)!r}), learner, state(2))
     """
     root = Path(__file__).parents[2]

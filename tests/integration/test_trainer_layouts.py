@@ -3,9 +3,6 @@ losses and gradients as in one process."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,10 @@ import torch
 
 from tests.tiny_models import save_model
 from tests.trainer_layouts import LOGITS, sequence
+from tests.trainer_ranks import run_ranks
 
 pytestmark = pytest.mark.stack
 
-ROOT = Path(__file__).resolve().parents[2]
 DENSE, SPARSE = ("qwen3", "qwen2"), ("qwen3_moe", "deepseek_v3", "glm4_moe")
 TWO: dict[str, tuple[dict[str, int], ...]] = {
     **dict.fromkeys(DENSE, ({}, {"tensor": 2}, {"pipeline": 2})),
@@ -46,7 +43,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         hf = save_model(path, family, seed=3, tied=family == "qwen3")
         with torch.no_grad():
             torch.save(hf(sequence()).logits, path / LOGITS)
-    run_ranks(1, [(str(path), {}) for path in paths.values()], tmp_path_factory.mktemp("one"))
+    run_ranks("trainer_layouts", 1, [(str(path), {}) for path in paths.values()], tmp_path_factory.mktemp("one"))
     return paths
 
 
@@ -55,28 +52,8 @@ def test_weights_and_logits_do_not_depend_on_the_layout(
     checkpoints: dict[str, Path], world: int, layouts: dict[str, Any], tmp_path: Path
 ) -> None:
     run_ranks(
-        world, [(str(checkpoints[family]), sizes) for family, several in layouts.items() for sizes in several], tmp_path
+        "trainer_layouts",
+        world,
+        [(str(checkpoints[family]), sizes) for family, several in layouts.items() for sizes in several],
+        tmp_path,
     )
-
-
-def run_ranks(world: int, cases: list[tuple[str, dict[str, int]]], folder: Path) -> None:
-    """All cases in one launch. Fails if a rank does."""
-    command = [sys.executable, "-m", "tests.trainer_layouts"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(folder / "store"), json.dumps(cases)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        ended = [(*rank.communicate(timeout=240), rank.returncode) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for output, errors, code in ended:
-        assert code == 0, f"{output}\n{errors[-3000:]}"
-    assert ended[0][0].count("equal:") == len(cases)

@@ -199,14 +199,15 @@ def test_every_sample_is_used_once_an_epoch() -> None:
 
 def test_a_batch_averages_over_its_learned_tokens_whatever_the_ranks() -> None:
     samples = [make_sample(range(1, 3 + n), [0, 1] + [1] * n) for n in range(5)]
-    whole, rows = make_batch(7, samples, Layout(1, 8), 0)
-    parts = [make_batch(7, samples, Layout(2, 8), rank)[0] for rank in range(2)]
+    made = make_batch(7, samples, Layout(1, 8), 0)
+    whole, rows = made.batch, made.samples
+    parts = [make_batch(7, samples, Layout(2, 8), rank).batch for rank in range(2)]
     assert (whole.number, whole.rollouts_per_step) == (7, (1,))
     assert {row.loss_denominator for row in whole.rows} == {sum(one.learned for one in samples)} == {15}
     assert {one.digest for one in parts} == {whole.digest}
     assert Counter(row for part in parts for one in part.micro_batches for row in one.rows) == Counter(range(5))
     assert (rows[2].prompt, rows[2].response, rows[2].loss_mask) == ((1,), (2, 3, 4), (1, 1, 1))
-    assert make_batch(7, samples[::-1], Layout(1, 8), 0)[0].digest != whole.digest
+    assert make_batch(7, samples[::-1], Layout(1, 8), 0).batch.digest != whole.digest
 
 
 def test_the_spec_names_what_is_wrong(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def make_batch(rows: list[Row], rollouts: tuple[int, ...], *micro_batches: MicroBatch) -> Batch:
-    return Batch(0, "", tuple(rows), rollouts, micro_batches, {})
+    return Batch(0, "", tuple(rows), rollouts, micro_batches)
 
 
 def test_a_pack_by_hand() -> None:

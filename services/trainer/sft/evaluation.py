@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.common.sft_spec import SftSpec
 from services.trainer import checkpoint, megatron
-from services.trainer.checkpoint import CheckpointError
+from services.trainer.loading import CheckpointError
 from services.trainer.model_config import read_config
 from services.trainer.sft.data import load_data
 from services.trainer.sft.run import batch_layout
@@ -55,7 +55,8 @@ def evaluate(spec: SftSpec, run_dir: Path | None = None) -> Evaluation:
         layout, loss, size = batch_layout(spec, model), 0.0, spec.sft.batch_size
         for begin in range(0, len(data.samples), size):
             samples = data.samples[begin : begin + size]
-            loss += learner.evaluate(*make_batch(0, samples, layout, rank=0)) * sum(one.learned for one in samples)
+            made = make_batch(0, samples, layout, rank=0)
+            loss += learner.evaluate(made.batch, made.samples) * sum(one.learned for one in samples)
     finally:
         megatron.destroy()
     tokens = sum(one.learned for one in data.samples)

@@ -12,7 +12,6 @@ the steps since the last checkpoint, and what is done again has the same samples
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,17 @@ from services.common.schedule import Layout
 from services.common.sft_spec import SPEC_FILE, SftSpec
 from services.common.spec import SpecError
 from services.trainer import checkpoint, megatron
-from services.trainer.batch import Batch, Sample
-from services.trainer.checkpoint import CheckpointError, RunState
+from services.trainer.checkpoint import RunState
 from services.trainer.export import export_hf
 from services.trainer.flops import forward_flops
-from services.trainer.megatron import DEVICE, parallel_state
+from services.trainer.loading import CheckpointError
+from services.trainer.megatron import parallel_state
 from services.trainer.metrics import STEP_METRICS, MetricsWriter
 from services.trainer.model_config import ModelConfig, read_config
-from services.trainer.report import Metrics, Report, train_metrics
+from services.trainer.ranks import all_ranks
+from services.trainer.report import Metrics, train_metrics
 from services.trainer.sft.data import SftData, load_data
-from services.trainer.sft.samples import make_batch
+from services.trainer.sft.samples import SftBatch, make_batch
 from services.trainer.step import Learner
 
 SFT_METRICS = {
@@ -51,9 +51,6 @@ SFT_METRICS = {
     "time/save_seconds": "seconds spent since the step before on writing checkpoints",
 }
 """Every metric of a step of supervised fine-tuning, and what it means."""
-
-SUMMED = ("loss", "tokens", "seconds", "busy_seconds")
-"""Of a rank's report; everything else in the metrics is the same on every rank."""
 
 log = get_logger(__name__)
 
@@ -96,11 +93,6 @@ class SftRun:
 
     def run(self) -> None:
         """Train, save, export."""
-        self.train_steps()
-        self._finish()
-
-    def train_steps(self) -> None:
-        """All steps that are left to do."""
         self._load()
         if megatron.rank() == 0:
             self._metrics = MetricsWriter(self._spec.run_dir, SFT_METRICS)
@@ -109,6 +101,7 @@ class SftRun:
         log.info("training starts", step=len(self._digests), steps=self._batches, **counts)
         while len(self._digests) < self._batches:
             self._do_step()
+        self._finish()
 
     def _load(self) -> None:
         """From the newest checkpoint, or the initial weights."""
@@ -119,20 +112,20 @@ class SftRun:
         path = checkpoint.checkpoint_path(self._root, steps[-1])
         state = checkpoint.load(path, self._learner, self._spec.digest())
         for number, digest in enumerate(state.batch_digests):
-            if self._batch(number)[0].digest != digest:
+            if self._batch(number).batch.digest != digest:
                 raise CheckpointError(f"{path}: batch {number} had other samples; data.path has changed since")
         self._digests = list(state.batch_digests)
 
-    def _batch(self, number: int) -> tuple[Batch, list[Sample]]:
+    def _batch(self, number: int) -> SftBatch:
         rank = parallel_state.get_data_parallel_rank()
         return make_batch(number, self._data.batch(number, self._spec), self._layout, rank)
 
     def _do_step(self) -> None:
-        batch, samples = self._batch(len(self._digests))
-        report = self._learner.train(batch, samples)
+        made = self._batch(len(self._digests))
+        report = self._learner.train(made.batch, made.samples)
         kill_point("trainer_after_optimizer_step")
-        self._digests.append(batch.digest)
-        self._record({**batch.rollout_metrics, **train_metrics(reports_of_all(report))})
+        self._digests.append(made.batch.digest)
+        self._record({**made.metrics, **train_metrics(all_ranks(report))})
         if len(self._digests) % self._spec.trainer.save_interval == 0:
             self._save()
 
@@ -184,11 +177,3 @@ def batch_layout(spec: SftSpec, model: ModelConfig) -> Layout:
         flops_per_token=flops.per_token,
         flops_per_token_squared=flops.per_token_squared,
     )
-
-
-def reports_of_all(report: Report) -> list[Report]:
-    """The reports of all ranks, as far as metrics need them; all ranks must call it together."""
-    mine = torch.tensor([float(getattr(report, name)) for name in SUMMED], dtype=torch.float64, device=DEVICE)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return [replace(report, **dict(zip(SUMMED, part.tolist(), strict=True))) for part in parts]

@@ -33,7 +33,19 @@ def make_sample(tokens: Sequence[int], mask: Sequence[int]) -> SftSample:
     return SftSample(array("i", tokens[:end]), bytes([0, *mask[1:end]]))
 
 
-def make_batch(number: int, samples: Sequence[SftSample], layout: Layout, rank: int) -> tuple[Batch, list[Sample]]:
+@dataclass(frozen=True, slots=True)
+class SftBatch:
+    """A batch of one optimizer step."""
+
+    batch: Batch
+    """With the micro-batches of one rank."""
+    samples: list[Sample]
+    """Of all ranks, by row."""
+    metrics: dict[str, float]
+    """The `data/` metrics of the batch."""
+
+
+def make_batch(number: int, samples: Sequence[SftSample], layout: Layout, rank: int) -> SftBatch:
     """A batch of one optimizer step whose loss is the mean over all its learned tokens.
 
     Args:
@@ -52,14 +64,14 @@ def make_batch(number: int, samples: Sequence[SftSample], layout: Layout, rank: 
         micro_batches=tuple(
             MicroBatch(0, one.rows) for one in schedule.micro_batches if one.data_parallel_rank == rank
         ),
-        rollout_metrics={
-            "data/samples": len(samples),
-            "data/learned_tokens": learned,
-            "data/packing_efficiency": schedule.stats.packing_efficiency,
-            "data/imbalance": schedule.stats.imbalance,
-        },
     )
-    return batch, [_split(one) for one in samples]
+    metrics = {
+        "data/samples": len(samples),
+        "data/learned_tokens": learned,
+        "data/packing_efficiency": schedule.stats.packing_efficiency,
+        "data/imbalance": schedule.stats.imbalance,
+    }
+    return SftBatch(batch, [_split(one) for one in samples], metrics)
 
 
 def _split(sample: SftSample) -> Sample:

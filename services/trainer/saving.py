@@ -1,0 +1,152 @@
+"""Directories in Megatron's torch_dist format that all ranks write at once, and that appear whole.
+
+    begin    rank 0 makes `.unfinished-NAME`; every rank copies what it owns to host memory
+    thread   every rank writes its file, forces it to disk, and takes its SHA-256
+    finish   every rank waits for all; rank 0 writes metadata and `state.json`, and renames
+
+All ranks must share the file system. The thread knows neither torch.distributed nor CUDA, so training goes on beside
+it. It is a thread, not Megatron's helper process: a fork is not safe in a process that serves gRPC, a spawned one
+would get the whole state a second time, and a thread dies with its trainer, whatever kills that. A kill at any instant
+leaves `.unfinished-NAME` or nothing, and the next save removes that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from services.trainer.loading import FORMAT, STATE_FILE, CheckpointError, digest
+from services.trainer.megatron import DEVICE, ShardedObject, ShardedTensor, dist_checkpointing
+from services.trainer.ranks import all_ranks, on_first_rank
+
+TEMPORARY_PREFIX = ".unfinished-"
+WRITE_DEADLINE_S = 3600.0
+"""A rank whose file is not on the disk by then is stuck."""
+
+
+class Saving:
+    """One directory on its way to the disk. All ranks begin and finish it together, and no other one meanwhile."""
+
+    def __init__(
+        self,
+        final: Path,
+        boxes: Sequence[ShardedTensor],
+        state: Mapping[str, Any],
+        objects: Sequence[ShardedObject] = (),
+        common: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy everything, and begin to write; the weights may change when this returns.
+
+        Args:
+            final: Directory to make; if it is there already, it stays as it is.
+            boxes: What this rank owns of the tensors.
+            state: For `state.json`, beside what it needs to read the directory again; rank 0's is written.
+            objects: Small things of this rank.
+            common: Small things of all ranks; rank 0's are written.
+
+        Raises:
+            FailedPrecondition: The directory cannot be made.
+        """
+        self._final, self._state = final, state
+        self._temporary = final.with_name(TEMPORARY_PREFIX + final.name)
+        self._finalize: list[Callable[[], None]] = []
+        self._writing: Future[dict[str, str]] | None = None
+        if on_first_rank(partial(_prepare, final, self._temporary)):
+            return
+        copies = [replace(box, data=_on_host(box.data)) for box in boxes]
+        request: Any = dist_checkpointing.save(
+            {"boxes": copies, "objects": list(objects), **(common or {})},
+            str(self._temporary),
+            validate_access_integrity=False,  # torch checks anyway that the boxes make whole tensors
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
+        self._finalize = request.finalize_fns
+        writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = writer.submit(_write, request, self._temporary, dist.get_rank())
+        writer.shutdown(wait=False)
+
+    def written(self) -> bool:
+        """Whether every rank's part is on the disk, so that `finish` will not wait. All ranks ask together."""
+        mine = self._writing is None or self._writing.done()
+        everyone = torch.tensor(int(mine), device=DEVICE)
+        dist.all_reduce(everyone, dist.ReduceOp.MIN)
+        return bool(everyone)
+
+    def finish(self) -> Path:
+        """Wait, and give the directory its name; it is final on disk when this returns, on every rank.
+
+        Raises:
+            CheckpointError: A rank could not write its part.
+        """
+        if self._writing is None:
+            return self._final
+        try:
+            mine: dict[str, str] | str = self._writing.result(WRITE_DEADLINE_S)
+        except (OSError, TimeoutError) as error:
+            mine = f"rank {dist.get_rank()}: {error!r}"
+        everyone = all_ranks(mine)
+        if failures := [one for one in everyone if isinstance(one, str)]:
+            raise CheckpointError(f"{self._final}: not written: {'; '.join(failures)}")
+        try:
+            for finalize in self._finalize:
+                finalize()
+        except CheckpointException as error:
+            raise CheckpointError(f"{self._final}: not written: {error}") from error
+        files = {name: value for one in everyone if isinstance(one, dict) for name, value in one.items()}
+        on_first_rank(partial(_publish, self._temporary, self._final, self._state, files))
+        return self._final
+
+
+def _prepare(final: Path, temporary: Path) -> bool:
+    """Make the directory to write to, unless the final one is there; whether it is."""
+    if final.is_dir():
+        return True
+    for left_over in final.parent.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(left_over)
+    temporary.mkdir(parents=True)
+    return False
+
+
+def _on_host(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.to("cpu", copy=True)
+
+
+def _write(request: Any, directory: Path, rank: int) -> dict[str, str]:
+    """In the thread: write this rank's files, which Megatron forces to disk. Returns their digests by name."""
+    if request.async_fn is not None:
+        request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+    return {file.name: digest(file) for file in directory.glob(f"__{rank}_*")}
+
+
+def _publish(temporary: Path, final: Path, state: Mapping[str, Any], files: Mapping[str, str]) -> None:
+    """On rank 0, when all has been written: add what it wrote itself, force that to disk, rename."""
+    own = [file for file in temporary.iterdir() if file.name not in files]
+    digests = {**files, **{file.name: digest(file) for file in own}}
+    table = {"format": FORMAT, **state, "files": digests}
+    (temporary / STATE_FILE).write_text(json.dumps(table, indent=1))
+    for path in (*own, temporary / STATE_FILE, temporary):
+        sync(path)
+    temporary.rename(final)
+    sync(final.parent)
+
+
+def sync(path: Path) -> None:
+    """Force a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
