@@ -32,7 +32,7 @@ from services.trainer.model_config import ModelConfig, read_config
 from services.trainer.ranks import all_ranks
 from services.trainer.report import Metrics, train_metrics
 from services.trainer.sft.data import SftData, load_data
-from services.trainer.sft.samples import SftBatch, make_batch
+from services.trainer.sft.samples import SftBatch, batch_digest, make_batch
 from services.trainer.step import Learner
 
 SFT_METRICS = {
@@ -88,7 +88,6 @@ class SftRun:
         """Of rank 0."""
         self._digests: list[str] = []
         """Of the batches that were trained on."""
-        self._saved_step = -1
         self._saving_s = 0.0
 
     def run(self) -> None:
@@ -108,11 +107,10 @@ class SftRun:
         if not (steps := checkpoint.checkpoint_steps(self._root)):
             self._learner.load_initial_weights()
             return
-        self._saved_step = steps[-1]
         path = checkpoint.checkpoint_path(self._root, steps[-1])
         state = checkpoint.load(path, self._learner, self._spec.digest())
         for number, digest in enumerate(state.batch_digests):
-            if self._batch(number).batch.digest != digest:
+            if batch_digest(self._data.batch(number, self._spec)) != digest:
                 raise CheckpointError(f"{path}: batch {number} had other samples; data.path has changed since")
         self._digests = list(state.batch_digests)
 
@@ -145,14 +143,12 @@ class SftRun:
         state = RunState(len(self._digests), self._spec.digest(), tuple(self._digests))
         checkpoint.save(self._root, self._learner, state)
         kill_point("trainer_after_checkpoint")
-        self._saved_step = state.step
         if megatron.rank() == 0:
             checkpoint.remove_old(self._root, self._spec.trainer.keep_checkpoints)
         self._saving_s += time.monotonic() - begun
 
     def _finish(self) -> None:
-        if self._saved_step != len(self._digests):
-            self._save()
+        self._save()
         target = self._spec.run_dir / "hf"
         if self._metrics is not None:
             export_hf(self._learner, self._spec.model.hf_checkpoint, target)

@@ -58,7 +58,7 @@ def make_batch(number: int, samples: Sequence[SftSample], layout: Layout, rank: 
     learned = sum(one.learned for one in samples)
     batch = Batch(
         number=number,
-        digest=_digest(samples),
+        digest=batch_digest(samples),
         rows=(Row(advantage=0.0, loss_denominator=learned),) * len(samples),
         rollouts_per_step=(1,),
         micro_batches=tuple(
@@ -81,7 +81,7 @@ def _split(sample: SftSample) -> Sample:
     return Sample(tokens[:first], tokens[first:], rollout_log_probs=(), loss_mask=tuple(sample.mask[first:]))
 
 
-def _digest(samples: Sequence[SftSample]) -> str:
+def batch_digest(samples: Sequence[SftSample]) -> str:
     """SHA-256, in hexadecimal, of tokens and masks in their order."""
     content = hashlib.sha256()
     for one in samples:
