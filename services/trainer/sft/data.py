@@ -84,6 +84,8 @@ class _Reader:
         key = self._spec.messages_key
         if not self._tokenizer.chat_template:
             raise SpecError(f"{where}: field {key!r}: the tokenizer has no chat template; give prompt and response")
+        if not self._tokenizer.is_fast:
+            raise SpecError(f"{where}: field {key!r}: the tokenizer has no tokenizer.json; give prompt and response")
         try:
             messages = check_messages(row[key])
             tools = row.get(TOOLS_KEY) or None

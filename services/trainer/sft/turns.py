@@ -31,7 +31,7 @@ def tokenise_conversation(
     Args:
         messages: In the format of OpenAI, checked.
         tools: For the template.
-        tokenizer: With a chat template, and one that knows where its tokens lie in the text.
+        tokenizer: A fast one, which knows where its tokens lie in the text, with a chat template.
         stop_ids: Tokens that end a response; what the template writes after the last of them in a turn is not learned.
 
     Raises:
@@ -42,7 +42,7 @@ def tokenise_conversation(
     marked = GENERATION.search(tokenizer.get_chat_template(tools=tools))
     try:
         tokens, turns = (_marked_turns if marked else _prompted_turns)(plain, learned, tools, tokenizer)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from None
     mask = bytearray(len(tokens))
     for turn in turns:
