@@ -17,7 +17,7 @@ import asyncio
 from flotilla.buffer.v1 import buffer_pb2_grpc, registry_pb2_grpc
 from services.buffer.capacity import check_capacity
 from services.buffer.connection import check_durability
-from services.buffer.data import load_prompts, load_tokenizer, stop_token_ids
+from services.buffer.data import load_prompts
 from services.buffer.evaluation import Evaluations
 from services.buffer.filters import load_buffer_filter, load_filter
 from services.buffer.grading import Grader
@@ -33,6 +33,7 @@ from services.common.logs import get_logger
 from services.common.rpc import open_channel
 from services.common.service import Backoff, ServiceHost, run_service
 from services.common.spec import RunSpec
+from services.common.tokenizers import load_tokenizer, stop_token_ids
 
 REDIS_PATIENCE_S = 300.0
 log = get_logger(__name__)

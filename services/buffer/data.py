@@ -1,18 +1,14 @@
-"""The prompt data set: rows rendered and tokenised once, in an order that the issue number fixes.
-
-Prompt of the k-th issued group: data epoch e = k // n, position i = k % n of the permutation seeded by seed + e.
-"""
+"""The prompt data set: rows rendered and tokenised once, in an order that the issue number fixes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from services.common.order import place_at
 from services.common.prompts import read_rows
 from services.common.spec import DataSpec, SpecError
 
@@ -47,44 +43,7 @@ class PromptData:
 
     def at(self, issue: int) -> Prompt:
         """The prompt of the group with this issue number."""
-        epoch, position = divmod(issue, len(self.prompts))
-        return self.prompts[_order(len(self.prompts), self.seed + epoch)[position] if self.shuffle else position]
-
-
-@lru_cache(maxsize=4)
-def _order(count: int, seed: int) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
-
-
-def load_tokenizer(checkpoint: Path) -> Any:
-    """The tokenizer of a checkpoint. Raises SpecError if there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError, KeyError) as error:
-        raise SpecError(f"model.hf_checkpoint: no usable tokenizer in {checkpoint}: {error}") from None
-    if not tokenizer.encode("1", add_special_tokens=False):
-        raise SpecError(f"model.hf_checkpoint: the tokenizer in {checkpoint} knows no tokens; is tokenizer.json there?")
-    return tokenizer
-
-
-def stop_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: the tokenizer's, and those that generation_config.json names."""
-    ids = {tokenizer.eos_token_id}
-    config = checkpoint / "generation_config.json"
-    if config.is_file():
-        named = json.loads(config.read_text()).get("eos_token_id")
-        ids |= set(named) if isinstance(named, list) else {named}
-    ids.discard(None)
-    if not ids:
-        raise SpecError(
-            f"model.hf_checkpoint: neither the tokenizer nor generation_config.json in {checkpoint} "
-            "names an end-of-sequence token; add eos_token_id"
-        )
-    return sorted(ids)
+        return self.prompts[place_at(issue, len(self.prompts), self.seed if self.shuffle else None)]
 
 
 def load_prompts(path: Path, spec: DataSpec, tokenizer: Any, max_prompts: int = 0) -> PromptData:

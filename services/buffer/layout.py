@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flotilla.buffer.v1 import buffer_pb2 as pb
-from services.buffer.schedule import Layout, Schedule
 from services.common.errors import InvalidArgument
+from services.common.schedule import Layout, Schedule
 
 LARGEST = {
     "data_parallel_size": 1 << 16,

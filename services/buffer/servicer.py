@@ -18,11 +18,11 @@ from services.buffer.reading import LedgerReader
 from services.buffer.records import Fragment, Group, Stop
 from services.buffer.requests import page_start, page_token, require
 from services.buffer.run import RECHECK_S, Run, Turnstile
-from services.buffer.schedule import make_schedule
 from services.buffer.states import State
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.kill_points import kill_point
 from services.common.rpc import duration, seconds
+from services.common.schedule import make_schedule
 
 PAGE_BYTES = 4 << 20
 """Small enough to be packed while the page before is on its way."""

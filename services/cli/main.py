@@ -20,6 +20,7 @@ from services.cli.processes import Process, process_table
 from services.cli.records import read_supervisor
 from services.cli.run_argument import Overrides, RunArgument, refuse, spec_file, spec_of_run
 from services.cli.session import run_session
+from services.cli.sft import eval_loss, sft
 from services.cli.supervisor import Outcome
 from services.cli.table import LiveDisplay, PlainDisplay, draw_run
 from services.cli.view import RunFiles, make_view
@@ -34,6 +35,8 @@ app.add_typer(convert_app, name="convert")
 app.command()(export)
 app.command()(grade)
 app.command()(inspect)
+app.command()(sft)
+app.command()(eval_loss)
 app.command()(verify)
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -29,7 +29,7 @@ from services.common.http import HttpServer
 from services.common.logs import get_logger, setup_logging
 from services.common.parent_death import set_parent_death_signal
 from services.common.rpc import bind_server, make_server
-from services.common.spec import Endpoint, RunSpec, SpecError, load_run
+from services.common.spec import Endpoint, RunSpec, SpecError, TrainingSpec, load_run
 
 STOP_GRACE_S = 5.0
 """Time that running calls get at a stop."""
@@ -91,6 +91,7 @@ class ServiceHost:
 
 
 Setup = Callable[[ServiceHost], Awaitable[None]]
+S = TypeVar("S", bound=TrainingSpec)
 
 
 def service_parser(service: str) -> argparse.ArgumentParser:
@@ -102,10 +103,10 @@ def service_parser(service: str) -> argparse.ArgumentParser:
     return parser
 
 
-def load_spec_or_exit(args: argparse.Namespace) -> RunSpec:
-    """The run spec of the arguments; leaves with one clear message if it cannot be used."""
+def load_spec_or_exit(args: argparse.Namespace, load: Callable[[Path, list[str]], S] = load_run) -> S:
+    """The spec of the arguments; leaves with one clear message if it cannot be used."""
     try:
-        spec = load_run(args.run, args.set)
+        spec = load(args.run, args.set)
         if args.dry_run:
             sys.stdout.write(spec.to_toml())
             sys.exit(0)

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -219,9 +219,16 @@ class OptimizerSpec(Strict):
     """AdamW, through Megatron's optimizer."""
 
     lr: float = Field(default=1e-6, gt=0)
-    """Learning rate, constant after the warm-up."""
+    """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
+    lr_decay: Literal["constant", "cosine"] = "constant"
+    """What the learning rate does after the warm-up: stay, or fall to `min_lr` along half a cosine."""
+    lr_decay_steps: int = Field(default=0, ge=0)
+    """Optimizer step at which it has fallen, counted from the start of the run; 0 takes the end of the run, which only
+    supervised fine-tuning does."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Where it stays then."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled; not on norms and biases."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -521,21 +528,46 @@ class RedisSpec(Strict):
     """Certificates (PEM) that sign the server's; the system's unless given."""
 
 
-class RunSpec(Strict):
-    """One run."""
+class TrainingSpec(Strict):
+    """What every run of the trainer has."""
 
     run_id: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
     """Name of the run: lower-case letters, digits, - and _."""
     run_dir: Path = Path()
     """Checkpoints, logs and metrics; runs/<run_id> unless given."""
     model: ModelSpec
+    optimizer: OptimizerSpec = OptimizerSpec()
+    trainer: TrainerSpec = TrainerSpec()
+    parallel: ParallelSpec = ParallelSpec()
+
+    def digest(self) -> str:
+        """SHA-256 over what defines the run, in hexadecimal; where it runs is left out."""
+        content = self.model_dump(mode="json", exclude=LAYOUT_SECTIONS)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def files(self) -> dict[str, Path]:
+        """What the run reads, by field."""
+        load = {"model.load": self.model.load / "state.json"} if self.model.load != Path() else {}
+        return {"model.hf_checkpoint": self.model.hf_checkpoint / "config.json", **load}
+
+    def check_files(self) -> None:
+        """Raise SpecError if a file that the run reads is missing."""
+        for field, path in self.files().items():
+            if not path.is_file():
+                raise SpecError(f"{field}: there is no file {path}; correct the path in the run spec")
+
+    def to_toml(self) -> str:
+        """The resolved spec as TOML that can be read back."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+class RunSpec(TrainingSpec):
+    """One run of reinforcement learning."""
+
     data: DataSpec
     evaluation: EvaluationSpec = EvaluationSpec()
     rollout: RolloutSpec
     algorithm: AlgorithmSpec = AlgorithmSpec()
-    optimizer: OptimizerSpec = OptimizerSpec()
-    trainer: TrainerSpec = TrainerSpec()
-    parallel: ParallelSpec = ParallelSpec()
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     engine: EngineSpec = EngineSpec()
     reward: RewardSpec = RewardSpec()
@@ -543,7 +575,7 @@ class RunSpec(Strict):
     redis: RedisSpec = RedisSpec()
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
+    def _sizes_fit(self) -> Self:
         samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
         if samples % self.algorithm.num_steps_per_rollout:
             raise ValueError(
@@ -560,6 +592,9 @@ class RunSpec(Strict):
                     f"engine.max_model_len = {self.engine.max_model_len} is shorter than data.max_prompt_tokens + "
                     f"{section}.max_response_tokens = {longest}"
                 )
+        if self.optimizer.lr_decay != "constant" and not self.optimizer.lr_decay_steps:
+            steps = self.rollout.num_rollout * self.algorithm.num_steps_per_rollout
+            raise ValueError(f"optimizer.lr_decay_steps: missing; the run has {steps} optimizer steps")
         return self
 
     @model_validator(mode="after")
@@ -575,25 +610,10 @@ class RunSpec(Strict):
         """Copies of the model."""
         return len(self.services.trainers) // self.parallel.replica_ranks
 
-    def digest(self) -> str:
-        """SHA-256 over what defines the run, in hexadecimal; where it runs is left out."""
-        content = self.model_dump(mode="json", exclude=LAYOUT_SECTIONS)
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-    def check_files(self) -> None:
-        """Raise SpecError if a file that the run reads is missing."""
-        wanted = {"model.hf_checkpoint": self.model.hf_checkpoint / "config.json"}
-        if self.model.load != Path():
-            wanted["model.load"] = self.model.load / "state.json"
-        wanted["data.prompt_data"] = self.data.prompt_data
-        wanted |= {f"evaluation.sets.{name}.prompt_data": one.prompt_data for name, one in self.evaluation.sets.items()}
-        for field, path in wanted.items():
-            if not path.is_file():
-                raise SpecError(f"{field}: there is no file {path}; correct the path in the run spec")
-
-    def to_toml(self) -> str:
-        """The resolved spec as TOML that `load_run` reads back."""
-        return tomli_w.dumps(self.model_dump(mode="json"))
+    def files(self) -> dict[str, Path]:
+        """What the run reads, by field."""
+        sets = {f"evaluation.sets.{name}.prompt_data": one.prompt_data for name, one in self.evaluation.sets.items()}
+        return {**super().files(), "data.prompt_data": self.data.prompt_data, **sets}
 
 
 def load_run(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> RunSpec:
@@ -607,6 +627,14 @@ def load_run(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, st
     Raises:
         SpecError: The file is missing or malformed, a key is unknown, or a value cannot work.
     """
+    return _resolve(read_spec(RunSpec, path, overrides, environ), path.resolve().parent)
+
+
+S = TypeVar("S", bound=TrainingSpec)
+
+
+def read_spec(kind: type[S], path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> S:
+    """As `load_run`, a spec of any kind, with its paths as they are given."""
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -618,16 +646,20 @@ def load_run(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, st
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             _set(table, name.removeprefix(ENV_PREFIX).lower().split("__"), environ[name], name)
+    return make_spec(kind, table, str(path), overrides)
+
+
+def make_spec(kind: type[S], table: dict[str, Any], origin: str, overrides: Sequence[str] = ()) -> S:
+    """A spec of the fields in `table`, which are changed as `overrides` say. Raises SpecError that names `origin`."""
     for pair in overrides:
         key, equals, value = pair.partition("=")
         if not equals:
             raise SpecError(f"--set {pair}: write section.field=value")
         _set(table, key.strip().split("."), value.strip(), f"--set {pair}")
     try:
-        spec = RunSpec.model_validate(table)
+        return kind.model_validate(table)
     except ValidationError as error:
-        raise SpecError(explain(str(path), error)) from None
-    return _resolve_paths(spec, path.resolve().parent)
+        raise SpecError(explain(origin, error)) from None
 
 
 def _set(table: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
@@ -667,12 +699,18 @@ def explain(origin: str, error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def _resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
+def resolved_table(spec: TrainingSpec, base: Path) -> dict[str, Any]:
+    """The fields of a spec, with absolute paths where every run has paths; relative ones begin at `base`."""
     table = spec.model_dump()
     table["run_dir"] = base / (spec.run_dir if spec.run_dir != Path() else Path("runs") / spec.run_id)
     table["model"]["hf_checkpoint"] = base / spec.model.hf_checkpoint
     if spec.model.load != Path():
         table["model"]["load"] = base / spec.model.load
+    return table
+
+
+def _resolve(spec: RunSpec, base: Path) -> RunSpec:
+    table = resolved_table(spec, base)
     table["data"]["prompt_data"] = base / spec.data.prompt_data
     for one in table["evaluation"]["sets"].values():
         one["prompt_data"] = base / one["prompt_data"]

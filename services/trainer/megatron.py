@@ -5,6 +5,7 @@ CUDA with NCCL where there is CUDA, else the CPU with gloo; the same code runs o
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from datetime import timedelta
@@ -128,6 +129,12 @@ def initialize(seed: int, parallel: ParallelSpec = ONE_RANK) -> None:
     else:
         dist.init_process_group(BACKEND, timeout=timeout)
     open_groups(seed, parallel)
+
+
+def hush() -> None:
+    """Let Megatron and torch say only what is wrong, where somebody reads along."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 
 def world_size() -> int:

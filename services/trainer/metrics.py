@@ -6,6 +6,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from prometheus_client import Gauge
@@ -40,28 +42,31 @@ STEP_METRICS = {
     "time/publish_seconds": "seconds to export the weights, have the agent read them and publish them",
     "time/save_seconds": "seconds spent since the step before on writing checkpoints and committing them",
 }
-"""Every metric of a step, and what it means."""
+"""Every metric of a rollout step, and what it means."""
 
-_GAUGES = {
-    name: Gauge(f"flotilla_trainer_{name.replace('/', '_')}", meaning.capitalize())
-    for name, meaning in STEP_METRICS.items()
-}
 _STEP_GAUGE = Gauge("flotilla_trainer_step", "Rollout steps done")
+
+
+@cache
+def _gauge(name: str, meaning: str) -> Gauge:
+    return Gauge(f"flotilla_trainer_{name.replace('/', '_')}", meaning.capitalize())
 
 
 class MetricsWriter:
     """Appends one row for each step; a restarted trainer goes on in the same files."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, metrics: Mapping[str, str] = STEP_METRICS) -> None:
+        """Open the files. `metrics` are what a step has, with their meanings."""
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         drop_torn_line(path)
         self._file = path.open("a")
         self._board = Writer(str(run_dir / "tensorboard"))
+        self._gauges = {name: _gauge(name, meaning) for name, meaning in metrics.items()}
 
     def write(self, step: int, run_epoch: int, values: dict[str, float]) -> None:
-        """Record a step; `values` are those of STEP_METRICS, all of them."""
-        assert values.keys() == STEP_METRICS.keys(), values.keys() ^ STEP_METRICS.keys()
+        """Record a step; `values` are all that a step has."""
+        assert values.keys() == self._gauges.keys(), values.keys() ^ self._gauges.keys()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         row = {"step": step, "run_epoch": run_epoch, "time": time.time(), **finite}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -69,7 +74,7 @@ class MetricsWriter:
         _STEP_GAUGE.set(step)
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
-            _GAUGES[name].set(value)
+            self._gauges[name].set(value)
         self._board.flush()
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""AdamW through Megatron's distributed optimizer: warm-up, clipping, and no step on a gradient that is not finite."""
+"""AdamW through Megatron's distributed optimizer: its rate, clipping, and no step on a gradient that is not finite."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,8 +40,11 @@ class StepResult:
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
-    """Rate of optimizer step `step`, from 0: linear to `lr` over the warm-up, then constant."""
-    return spec.lr * min(1.0, (step + 1) / max(1, spec.warmup_steps))
+    """Rate of optimizer step `step`, from 0: linear to `lr` over the warm-up, then constant or along half a cosine."""
+    if step < spec.warmup_steps or spec.lr_decay == "constant":
+        return spec.lr * min(1.0, (step + 1) / max(1, spec.warmup_steps))
+    fallen = min(1.0, (step - spec.warmup_steps) / max(1, spec.lr_decay_steps - spec.warmup_steps))
+    return spec.min_lr + (spec.lr - spec.min_lr) * (1 + math.cos(math.pi * fallen)) / 2
 
 
 class Optimizer:

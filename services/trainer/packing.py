@@ -46,7 +46,7 @@ def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Samples, device: t
 
     Args:
         batch: The whole batch.
-        micro_batch: Which rows.
+        micro_batch: Which rows; none where a rank has less to do than others.
         samples: Those of the micro-batch at least, by row.
         device: Of the tensors.
         multiple: T is one of this; what is missing is filled by a segment of its own, that nothing looks at.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.common.spec import RunSpec
-from services.trainer import hf_mapping, loss
+from services.common.spec import TrainingSpec
+from services.trainer import hf_mapping
 from services.trainer.batch import Batch, Samples
 from services.trainer.layout import vocabulary_part
 from services.trainer.loading import load_weights
@@ -27,6 +28,7 @@ from services.trainer.megatron import (
 )
 from services.trainer.model import DTYPES, PolicyModel, build_model
 from services.trainer.model_config import ModelConfig
+from services.trainer.objective import objective_of
 from services.trainer.optimizer import Optimizer, learning_rate
 from services.trainer.packing import Pack, make_pack
 from services.trainer.progress import Progress
@@ -36,8 +38,9 @@ from services.trainer.report import MicroBatchId, Report
 class Learner:
     """The model, its optimizer, and how one batch changes them. Lives in one thread, after `megatron.initialize`."""
 
-    def __init__(self, spec: RunSpec, model: ModelConfig, progress: Progress | None = None) -> None:
+    def __init__(self, spec: TrainingSpec, model: ModelConfig, progress: Progress | None = None) -> None:
         self.model = model
+        self._objective = objective_of(spec)
         self.module: PolicyModel = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
         self.optimizer = Optimizer(self.module, spec.optimizer)
         self._progress = progress or Progress()
@@ -66,7 +69,9 @@ class Learner:
         start = time.monotonic()
         steps = self._packs_by_step(batch, samples)
         report = Report()
-        old = iter(self._observe([pack for packs in steps for pack in packs], report))
+        old = repeat(None)
+        if self._objective.needs_old:
+            old = iter(self._observe([pack for packs in steps for pack in packs], report))
         for index, packs in enumerate(steps):
             self._optimize(packs, old, batch.number * batch.optimizer_steps + index, index, report)
         report.seconds = time.monotonic() - start
@@ -74,6 +79,13 @@ class Learner:
             mine = (samples[row] for one in batch.micro_batches for row in one.rows)
             report.tokens = sum(len(one.prompt) + len(one.response) for one in mine)
         return report
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, samples: Samples) -> float:
+        """This rank's part of the loss over a batch of one optimizer step, which is not done. Errors as in `train`."""
+        (packs,) = self._packs_by_step(batch, samples)
+        sums = self._run(packs, partial(self._train_step, repeat(None)), forward_only=True)
+        return sum(_to_floats(sums)["loss"]) if computes_loss() else 0.0
 
     def _packs_by_step(self, batch: Batch, samples: Samples) -> list[list[Pack]]:
         _check_tokens(batch, samples, self.model.vocabulary)
@@ -97,7 +109,7 @@ class Learner:
         return [log_probs for log_probs, _ in outputs]
 
     def _optimize(
-        self, packs: list[Pack], old_log_probs: Iterator[Tensor], number: int, index: int, report: Report
+        self, packs: list[Pack], old_log_probs: Iterator[Tensor | None], number: int, index: int, report: Report
     ) -> None:
         """Optimizer step `number` of the run and `index` of the batch; takes one of `old_log_probs` for each pack."""
         start = time.monotonic()
@@ -113,9 +125,8 @@ class Learner:
         if not computes_loss():
             return
         found = _to_floats(sums)
-        report.loss += sum(found["loss"])
-        report.pg_clipfrac += sum(found["pg_clipfrac"])
-        report.ppo_kl += sum(found["ppo_kl"])
+        for name, values in found.items():
+            setattr(report, name, getattr(report, name) + sum(values))
         report.not_finite += [MicroBatchId(index, at) for at, one in enumerate(found["loss"]) if not isfinite(one)]
 
     def _run(self, packs: list[Pack], forward_step: Any, forward_only: bool) -> list[Any]:
@@ -160,27 +171,24 @@ class Learner:
         if self._tensor > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         hidden = hidden_states.squeeze(1).index_select(0, pack.places)
-        return score(hidden, weight, pack.targets, self._spec.rollout.temperature, vocabulary_part(weight.shape[0]))
+        return score(hidden, weight, pack.targets, self._objective.temperature, vocabulary_part(weight.shape[0]))
 
     def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
         return self._forward(model, next(packs), _log_probs_and_entropy), None
 
-    def _train_step(self, old: Iterator[Tensor], packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
+    def _train_step(self, old: Iterator[Tensor | None], packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
         pack, old_log_probs = next(packs), next(old)
         log_probs = self._forward(model, pack, token_log_probs)
         return log_probs, partial(self._loss, pack, old_log_probs)
 
-    def _loss(self, pack: Pack, old_log_probs: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, pack: Pack, old_log_probs: Tensor | None, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The loss of a pack as Megatron wants it: the sum, a count that we do not use, and numbers to report."""
-        clip = self._spec.algorithm
-        losses, clipped = loss.policy_loss(log_probs, old_log_probs, pack.advantages, clip.eps_clip, clip.eps_clip_high)
-        total = (losses * pack.weights).sum()
-        report = {
-            "loss": total.detach(),
-            "pg_clipfrac": (clipped * pack.weights).sum(),
-            "ppo_kl": ((old_log_probs - log_probs.detach()) * pack.weights).sum(),
-        }
-        return total, torch.zeros((), dtype=torch.int, device=total.device), report
+        values = self._objective(pack, log_probs, old_log_probs)
+        sums = {name: (one * pack.weights).sum() for name, one in values.items()}
+        total = sums["loss"]
+        return total, torch.zeros((), dtype=torch.int, device=total.device), sums | {"loss": total.detach()}
 
 
 def _log_probs_and_entropy(*args: Any) -> Tensor:

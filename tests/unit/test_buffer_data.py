@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.buffer.data import load_prompts, stop_token_ids
+from services.buffer.data import load_prompts
 from services.common.spec import DataSpec, SpecError
+from services.common.tokenizers import stop_token_ids
 from tests.tiny_models import save_tokenizer
 
 

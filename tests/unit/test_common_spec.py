@@ -81,6 +81,7 @@ def test_digest_ignores_where_it_runs_but_not_what_it_computes(run_file):
         ("rollout.num_rollout=0", ["rollout.num_rollout"]),
         ("rollout.n_samples_per_prompt=1", ["rollout.n_samples_per_prompt"]),
         ("algorithm.num_steps_per_rollout=3", ["num_steps_per_rollout", "8 samples"]),
+        ("optimizer.lr_decay=cosine", ["optimizer.lr_decay_steps: missing; the run has 2 optimizer steps"]),
         ("engine.max_model_len=100", ["engine.max_model_len", "100"]),
         ("reward.grader=guess", ["reward.grader", "deepscaler"]),
         ("run_id=Has Space", ["run_id"]),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.metrics import STEP_METRICS
+from services.trainer.sft.run import SFT_METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,6 +25,11 @@ def test_links_lead_somewhere(page):
 def test_every_metric_of_a_step_is_documented():
     text = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name in STEP_METRICS if f"`{name}`" not in text] == []
+
+
+def test_every_metric_of_supervised_fine_tuning_is_documented():
+    text = (ROOT / "docs" / "sft.md").read_text()
+    assert [name for name in SFT_METRICS if f"`{name}`" not in text] == []
 
 
 def test_commands_of_the_readme_are_those_that_are_started():

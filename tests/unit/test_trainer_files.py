@@ -58,6 +58,14 @@ def test_learning_rate_warms_up_and_stays() -> None:
     assert learning_rate(OptimizerSpec(lr=8.0), 0) == 8.0
 
 
+def test_learning_rate_falls_along_half_a_cosine() -> None:
+    spec = OptimizerSpec(lr=8.0, warmup_steps=2, lr_decay="cosine", lr_decay_steps=10, min_lr=2.0)
+    assert [learning_rate(spec, step) for step in (0, 1, 2)] == [4.0, 8.0, 8.0]
+    assert learning_rate(spec, 6) == pytest.approx(5.0)
+    assert learning_rate(spec, 9) == pytest.approx(2 + 3 * (1 + math.cos(math.pi * 7 / 8)))
+    assert [learning_rate(spec, step) for step in (10, 100)] == [2.0, 2.0]
+
+
 def test_metrics_go_on_after_a_torn_line(tmp_path: Path) -> None:
     values = dict.fromkeys(STEP_METRICS, 0.5)
     first = MetricsWriter(tmp_path)

@@ -54,6 +54,13 @@ def test_a_sample_without_response_has_no_targets() -> None:
     assert make_pack(alone, alone.micro_batches[0], samples, CPU).targets.shape == (0,)
 
 
+def test_a_rank_without_rows_has_a_pack_that_nothing_looks_at() -> None:
+    batch = make_batch([Row(1.0, 1)], (1,), MicroBatch(0, ()))
+    pack = make_pack(batch, batch.micro_batches[0], [], CPU, multiple=2)
+    assert (pack.tokens.tolist(), pack.segments.lengths) == ([[0, 0]], (2,))
+    assert [len(one) for one in (pack.places, pack.targets, pack.weights)] == [0, 0, 0]
+
+
 def reduce(packs: list[Pack], values: dict[int, float]) -> float:
     """Sum of a value of each target, with the packs' weights."""
     return sum(float(w) * values[int(t)] for pack in packs for w, t in zip(pack.weights, pack.targets, strict=True))

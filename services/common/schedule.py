@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from services.buffer.packing import Bins, first_fit, round_up
-from services.buffer.partition import partition
+from services.common.packing import Bins, first_fit, round_up
+from services.common.partition import partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,99 @@
+"""`flotilla sft` and `flotilla eval-loss`: supervised fine-tuning in this process, and the loss of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from services.cli.loading import EXIT_INTERRUPTED, loading
+from services.cli.run_argument import Overrides, refuse
+from services.common.errors import FailedPrecondition
+from services.common.sft_spec import SPEC_FILE, SftSpec, load_sft
+from services.common.spec import SpecError, make_spec
+
+EVALUATION_BATCH = 64
+"""Samples at a time; what a micro-batch holds is `trainer.max_tokens_per_micro_batch`."""
+
+
+def sft(
+    spec_file: Annotated[Path, typer.Argument(metavar="SFT", help="Spec of the run (TOML).")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec and exit.")] = False,
+) -> None:
+    """Fine-tune a model on one rank. Ctrl-C stops it; the same command continues from the newest checkpoint."""
+    try:
+        spec = load_sft(spec_file, overrides or ())
+        if dry_run:
+            typer.echo(spec.to_toml(), nl=False)
+            return
+        spec.check_files()
+        with loading():
+            from services.trainer.sft.__main__ import main  # here, because only these commands need torch
+    except SpecError as error:
+        refuse(error)
+    except ModuleNotFoundError as error:
+        _refuse_without("sft", error)
+    try:
+        raise typer.Exit(main(spec))
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command continues", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def eval_loss(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="Hugging Face checkpoint; or spec or directory of a run of `flotilla sft`, for its newest checkpoint.",
+        ),
+    ],
+    data: Annotated[Path | None, typer.Argument(metavar="DATA", help="JSONL or Parquet; of a run its own.")] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Say how likely a model finds a data file: loss and perplexity for each token that `flotilla sft` would learn."""
+    try:
+        spec, run_dir = _choose(model, data, overrides or [])
+        spec.check_files()
+        with loading():
+            from services.trainer.sft.evaluation import evaluate
+        found = evaluate(spec, run_dir)
+    except (SpecError, FailedPrecondition) as error:
+        refuse(error)
+    except ModuleNotFoundError as error:
+        _refuse_without("eval-loss", error)
+    numbers = {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
+    if as_json:
+        typer.echo(json.dumps({**numbers, "samples": found.samples, "overlong": found.overlong}, indent=2))
+        return
+    left_out = f"; {found.overlong} longer than data.max_tokens left out" if found.overlong else ""
+    typer.echo(
+        f"loss {found.loss:.6g} nats a token, perplexity {found.perplexity:.6g}, "
+        f"over {found.tokens:,} tokens of {found.samples:,} samples{left_out}"
+    )
+
+
+def _choose(model: Path, data: Path | None, overrides: list[str]) -> tuple[SftSpec, Path | None]:
+    """What to evaluate: a spec, and the directory of the run whose checkpoint is meant, if one is."""
+    pairs = [*([f"data.path={data.resolve()}"] if data else []), *overrides]
+    if not (model / "config.json").is_file():
+        spec = load_sft(model / SPEC_FILE if model.is_dir() else model, pairs)
+        return spec, spec.run_dir
+    if data is None:
+        raise SpecError(f"{model} is a Hugging Face checkpoint: give a data file too")
+    table = {
+        "run_id": "eval-loss",
+        "model": {"hf_checkpoint": model},
+        "data": {},
+        "trainer": {"dtype": "float32"},
+        "sft": {"batch_size": EVALUATION_BATCH},
+    }
+    return make_spec(SftSpec, table, str(model), pairs), None
+
+
+def _refuse_without(command: str, error: ModuleNotFoundError) -> NoReturn:
+    refuse(f"flotilla {command} needs {error.name}; install it with `pip install {error.name}`")

@@ -1,0 +1,135 @@
+"""The data set: rows of a file as samples, and the batches that a run makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.order import place_at
+from services.common.rows import field_of, read_objects
+from services.common.sft_spec import SftDataSpec, SftSpec
+from services.common.spec import SpecError
+from services.common.tokenizers import load_tokenizer, stop_token_ids
+from services.trainer.sft.samples import SftSample, make_sample
+from services.trainer.sft.turns import STEP_LOSS_MASK, Message, tokenise_conversation
+
+TOOLS_KEY = "tools"
+MASK_KEY = "loss_mask"
+
+
+@dataclass(frozen=True, slots=True)
+class SftData:
+    """The samples of one file."""
+
+    samples: list[SftSample]
+    overlong: int
+    """Rows left out because they are too long."""
+
+    def batches(self, spec: SftSpec) -> int:
+        """Batches of a whole run."""
+        return -(-len(self.samples) * spec.sft.epochs // spec.sft.batch_size)
+
+    def batch(self, number: int, spec: SftSpec) -> list[SftSample]:
+        """The samples of a batch of a run, from 0."""
+        count, size = len(self.samples), spec.sft.batch_size
+        seed = spec.data.seed if spec.data.shuffle else None
+        uses = range(number * size, min((number + 1) * size, count * spec.sft.epochs))
+        return [self.samples[place_at(use, count, seed)] for use in uses]
+
+
+def load_data(spec: SftDataSpec, checkpoint: Path, vocabulary: int) -> SftData:
+    """Read, check, render and tokenise a data file.
+
+    Args:
+        spec: Which file, which fields.
+        checkpoint: Has the tokenizer.
+        vocabulary: Tokens of the model.
+
+    Raises:
+        SpecError: A row cannot be used (names file, row and field), or none is left.
+    """
+    reader = _Reader(spec, checkpoint, vocabulary)
+    samples, overlong = [], 0
+    for where, sample in reader.read():
+        if len(sample.tokens) <= spec.max_tokens:
+            samples.append(sample)
+        elif spec.overlong == "drop":
+            overlong += 1
+        else:
+            raise SpecError(
+                f"{where}: {len(sample.tokens)} tokens are more than data.max_tokens = {spec.max_tokens}; raise it, or "
+                'leave such rows out with data.overlong = "drop"'
+            )
+    if not samples:
+        raise SpecError(f"{spec.path}: no sample is left ({overlong} are longer than data.max_tokens)")
+    return SftData(samples, overlong)
+
+
+class _Reader:
+    def __init__(self, spec: SftDataSpec, checkpoint: Path, vocabulary: int) -> None:
+        self._spec, self._vocabulary = spec, vocabulary
+        self._tokenizer = load_tokenizer(checkpoint)
+        self._stop_ids = stop_token_ids(checkpoint, self._tokenizer)
+
+    def read(self) -> Iterator[tuple[str, SftSample]]:
+        """Every sample with its file and row. Raises SpecError that begins with these."""
+        for number, row in read_objects(self._spec.path):
+            where = f"{self._spec.path}:{number}"
+            is_conversation = row.get(self._spec.messages_key) is not None
+            yield where, self._conversation(row, where) if is_conversation else self._pair(row, where)
+
+    def _conversation(self, row: dict[str, Any], where: str) -> SftSample:
+        key = self._spec.messages_key
+        if not self._tokenizer.chat_template:
+            raise SpecError(f"{where}: field {key!r}: the tokenizer has no chat template; give prompt and response")
+        if not self._tokenizer.is_fast:
+            raise SpecError(f"{where}: field {key!r}: the tokenizer has no tokenizer.json; give prompt and response")
+        try:
+            messages = check_messages(row[key])
+            tools = row.get(TOOLS_KEY) or None
+            return tokenise_conversation(messages, tools, self._tokenizer, self._stop_ids)
+        except ValueError as error:
+            raise SpecError(f"{where}: field {key!r}: {error}") from None
+
+    def _pair(self, row: dict[str, Any], where: str) -> SftSample:
+        prompt, response = (self._tokens(row, key, where) for key in (self._spec.prompt_key, self._spec.response_key))
+        mask = row.get(MASK_KEY) or [1] * len(response)
+        if not isinstance(mask, list) or len(mask) != len(response) or not set(mask) <= {0, 1}:
+            raise SpecError(f"{where}: field {MASK_KEY!r} must have 0 or 1 for each of the {len(response)} tokens")
+        try:
+            return make_sample([*prompt, *response], [*[0] * len(prompt), *mask])
+        except ValueError as error:
+            raise SpecError(f"{where}: field {self._spec.response_key!r}: {error}") from None
+
+    def _tokens(self, row: dict[str, Any], key: str, where: str) -> list[int]:
+        value = field_of(row, key, where)
+        if isinstance(value, str):
+            value = self._tokenizer.encode(value, add_special_tokens=False)
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            raise SpecError(f"{where}: field {key!r} must be text or a list of token ids")
+        if not value:
+            raise SpecError(f"{where}: field {key!r} is empty")
+        if strange := [one for one in value if not 0 <= one < self._vocabulary]:
+            raise SpecError(
+                f"{where}: field {key!r}: token {strange[0]} is outside the vocabulary of {self._vocabulary}"
+            )
+        return value
+
+
+def check_messages(value: Any) -> list[Message]:
+    """Messages without what is null in them, as Parquet has it. Raises ValueError for what is no conversation."""
+    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+        raise ValueError("must be a list of {role, content} messages")
+    messages = [{key: part for key, part in one.items() if part is not None} for one in value]
+    for at, one in enumerate(messages):
+        if "tool_calls" in one:
+            one.setdefault("content", "")
+        if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
+            raise ValueError(f"message {at} needs a role and a content, both text")
+        if one.get(STEP_LOSS_MASK, 1) not in (0, 1):
+            raise ValueError(f"message {at}: {STEP_LOSS_MASK} must be 0 or 1")
+    if messages[0]["role"] == "assistant":
+        raise ValueError("message 0 is the assistant's, which nothing prompts")
+    return messages

@@ -1,0 +1,75 @@
+"""The mean loss of a checkpoint over a data file, on one rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.sft_spec import SftSpec
+from services.trainer import checkpoint, megatron
+from services.trainer.loading import CheckpointError
+from services.trainer.model_config import read_config
+from services.trainer.sft.data import load_data
+from services.trainer.sft.run import batch_layout
+from services.trainer.sft.samples import make_batch
+from services.trainer.step import Learner
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a checkpoint makes of a data file."""
+
+    loss: float
+    """Mean negative log-likelihood of the learned tokens, in nats."""
+    tokens: int
+    """That are learned."""
+    samples: int
+    overlong: int
+    """Rows left out because they are too long."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss)
+
+
+def evaluate(spec: SftSpec, run_dir: Path | None = None) -> Evaluation:
+    """Evaluate the model of a spec on its data, each row once.
+
+    Args:
+        spec: Of a run, or made for this alone.
+        run_dir: The weights are those of this run's newest checkpoint; None takes the Hugging Face checkpoint's.
+
+    Raises:
+        SpecError: A row cannot be used.
+        FailedPrecondition: The model is not supported, or the run has no usable checkpoint.
+    """
+    model = read_config(spec.model.hf_checkpoint)
+    data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
+    megatron.hush()
+    megatron.initialize(spec.trainer.seed)
+    try:
+        learner = Learner(spec, model)
+        load_weights(learner, run_dir)
+        layout, loss, size = batch_layout(spec, model), 0.0, spec.sft.batch_size
+        for begin in range(0, len(data.samples), size):
+            samples = data.samples[begin : begin + size]
+            made = make_batch(0, samples, layout, rank=0)
+            loss += learner.evaluate(made.batch, made.samples) * sum(one.learned for one in samples)
+    finally:
+        megatron.destroy()
+    tokens = sum(one.learned for one in data.samples)
+    return Evaluation(loss / tokens, tokens, len(data.samples), data.overlong)
+
+
+def load_weights(learner: Learner, run_dir: Path | None) -> None:
+    """From the newest checkpoint of a run, or the Hugging Face checkpoint of the spec."""
+    if run_dir is None:
+        learner.load_initial_weights()
+        return
+    root = run_dir / "checkpoints"
+    if not (steps := checkpoint.checkpoint_steps(root)):
+        raise CheckpointError(f"{root}: there is no complete checkpoint")
+    path = checkpoint.checkpoint_path(root, steps[-1])
+    checkpoint.load(path, learner, checkpoint.read_state(path).spec_digest)

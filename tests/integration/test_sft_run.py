@@ -1,0 +1,165 @@
+"""Runs of supervised fine-tuning as real processes: killed and resumed, over two ranks, evaluated. Nothing is faked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from services.cli.main import app
+from services.common.kill_points import VARIABLE
+from services.common.sft_spec import load_sft
+from services.trainer.sft.evaluation import evaluate
+from services.trainer.sft.run import SFT_METRICS
+from tests.conftest import free_ports
+from tests.integration.test_sft_parity import hf_loss
+from tests.sft_cases import make_case, write_spec
+
+pytestmark = pytest.mark.stack
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 150.0
+TIMES = {"time", "train/seconds", "train/tokens_per_second", "time/save_seconds"}
+
+
+def start(spec: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
+    """The run of a spec, or another command about it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *(command or ("services.trainer.sft", "--run")), str(spec)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What it said, once it has ended with a status."""
+    try:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    assert process.returncode == code, errors[-3000:]
+    return errors
+
+
+def metrics_of(spec: Path) -> dict[int, dict[str, Any]]:
+    """By step, without what time says; a step that was done again counts once."""
+    file = spec.parent / "runs" / "tuned" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return {row["step"]: {name: value for name, value in row.items() if name not in TIMES} for row in rows}
+
+
+def kill_after(spec: Path, steps: int) -> None:
+    """Start, and kill once so many steps are recorded."""
+    process, give_up = start(spec), time.monotonic() + DEADLINE_S
+    while len(metrics_of(spec)) < steps and process.poll() is None:
+        assert time.monotonic() < give_up, "it did not get so far"
+        time.sleep(0.02)
+    process.kill()
+    ended(process, -signal.SIGKILL)
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_a_killed_run_goes_on_bitwise(tiny_qwen3: Path, tmp_path: Path) -> None:
+    whole = write_spec(folder(tmp_path / "whole"), tiny_qwen3, rows=60, sft={"epochs": 1})
+    reference = start(whole)
+    killed = write_spec(folder(tmp_path / "killed"), tiny_qwen3, rows=60, sft={"epochs": 1})
+    kill_after(killed, steps=3)
+    ended(reference)
+    points = folder(tmp_path / "points")
+    (points / "trainer_after_checkpoint").touch()
+    ended(start(killed, **{VARIABLE: str(points)}), -signal.SIGKILL)
+    kill_after(killed, steps=9)
+    ended(start(killed))
+    expected = metrics_of(whole)
+    assert list(expected) == list(range(1, 13))
+    assert expected[1].keys() == {"step", "run_epoch", *SFT_METRICS} - TIMES
+    assert metrics_of(killed) == expected
+    ours, theirs = (load_file(one.parent / "runs" / "tuned" / "hf" / "model.safetensors") for one in (killed, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert expected[12]["train/loss"] < expected[1]["train/loss"] - 1
+    changed = killed.parent / "rows.jsonl"
+    changed.write_text("".join(sorted(changed.read_text().splitlines(keepends=True))))
+    assert "batch 0 had other samples; data.path has changed since" in ended(start(killed), 2)
+
+
+def test_two_data_parallel_ranks_train_as_one(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """The last batch has one sample, so that one of the ranks has none."""
+    found = {}
+    for world in (1, 2):
+        spec = write_spec(folder(tmp_path / str(world)), tiny_qwen3, rows=13)
+        port = str(free_ports(1)[0])
+        meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [start(spec, RANK=str(rank), **meeting) for rank in range(world)]
+        for rank in ranks:
+            ended(rank)
+        found[world] = metrics_of(spec)
+    assert list(found[1]) == list(found[2]) == list(range(1, 7))
+    assert found[2][6]["data/samples"] == 1
+    for step, one in found[1].items():
+        for name in ("train/loss", "train/grad_norm", "data/learned_tokens", "train/lr"):
+            assert found[2][step][name] == pytest.approx(one[name], rel=1e-5), (step, name)
+
+
+def test_the_loss_of_a_checkpoint_is_that_of_hugging_face(tiny_qwen3: Path, tmp_path: Path) -> None:
+    spec, data = make_case(tmp_path, tiny_qwen3)
+    with torch.no_grad():
+        hf = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
+        expected = float(hf_loss(hf, data.samples))
+    found = evaluate(spec)
+    assert found.loss == pytest.approx(expected, abs=1e-5)
+    assert (found.samples, found.tokens) == (18, sum(one.learned for one in data.samples))
+    said = CliRunner().invoke(app, ["eval-loss", str(tiny_qwen3), str(spec.data.path), "--json"])
+    assert said.exit_code == 0, said.output
+    printed = json.loads(said.stdout)
+    assert printed["loss"] == pytest.approx(expected, abs=1e-5)
+    assert printed["perplexity"] == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-4)
+
+
+def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path) -> None:
+    path = write_spec(tmp_path, tiny_qwen3, sft={"epochs": 1})
+    ended(start(path, "services.cli.main", "sft", "--set", "optimizer.lr=1e-2"))
+    run_dir = load_sft(path, environ={}).run_dir
+    losses = []
+    for model in (run_dir, run_dir / "hf", tiny_qwen3):
+        said = CliRunner().invoke(app, ["eval-loss", str(model), str(tmp_path / "rows.jsonl"), "--json"])
+        losses.append(json.loads(said.stdout)["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] < losses[2]
+    said = CliRunner().invoke(app, ["eval-loss", str(run_dir)])
+    assert "nats a token, perplexity" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sft", "nowhere.toml"], "nowhere.toml: there is no such run spec"),
+        (["sft", "SPEC", "--set", "data.path=nowhere.jsonl"], "data.path: there is no file"),
+        (["eval-loss", "MODEL"], "give a data file too"),
+        (["eval-loss", "MODEL", "nowhere.jsonl"], "data.path: there is no file"),
+        (["eval-loss", "MODEL", "BAD"], "bad.jsonl:1: no field 'prompt'"),
+        (["eval-loss", "SPEC"], "checkpoints: there is no complete checkpoint"),
+    ],
+)
+def test_bad_input_is_one_sentence(tiny_qwen3: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    names = {"SPEC": write_spec(tmp_path, tiny_qwen3), "MODEL": tiny_qwen3, "BAD": bad}
+    said = CliRunner().invoke(app, [str(names.get(one, one)) for one in arguments])
+    assert said.exit_code == 2
+    assert words in said.stderr and said.stderr.count("\n") == 1
