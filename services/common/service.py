@@ -120,7 +120,12 @@ def load_spec_or_exit(args: argparse.Namespace, load: Callable[[Path, list[str]]
 def run_service(service: str, setup: Setup, endpoint_of: Callable[[RunSpec], Endpoint]) -> None:
     """Parse arguments, run the service until a signal, and exit: 0 after a signal, 2 if a restart would not help."""
     spec = load_spec_or_exit(service_parser(service).parse_args())
-    run_process(service, spec, setup, endpoint_of(spec))
+    try:
+        endpoint = endpoint_of(spec)
+    except SpecError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(EXIT_BAD_INPUT)
+    run_process(service, spec, setup, endpoint)
 
 
 def run_process(service: str, spec: RunSpec, setup: Setup, endpoint: Endpoint) -> None:

@@ -60,13 +60,14 @@ class Up:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3: Path) -> Path:
-    """A run of two steps on ports of its own."""
+    """A run of two steps with two ranks of the trainer, on ports of its own."""
     folder = tmp_path_factory.mktemp("up")
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(4) for b in range(4)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
-    ports = iter(free_ports(15))
-    tables = [f"[services.{name}]" for name in SERVICES] + ["[[services.weight_agents]]", "[[services.engines]]"]
+    ports = iter(free_ports(20))
+    lists = ("trainer_ranks", "weight_agents", "weight_agents", "engines")
+    tables = [f"[services.{name}]" for name in SERVICES] + [f"[[services.{name}]]" for name in lists]
     endpoints = "".join(f"{table}\ngrpc_port = {next(ports)}\nhttp_port = {next(ports)}\n" for table in tables)
     path = folder / "tiny.toml"
     path.write_text(f"""
@@ -76,6 +77,8 @@ model.hf_checkpoint = "{tiny_qwen3}"
 data = {{prompt_data = "prompts.jsonl", max_prompt_tokens = 64}}
 rollout = {{num_rollout = 2, rollout_batch_size = 2, n_samples_per_prompt = 2, max_response_tokens = 12}}
 trainer = {{dtype = "float32", num_threads = 1}}
+parallel.tensor = 2
+services.trainer_meeting_port = {next(ports)}
 engine = {{dtype = "float32", max_model_len = 128, kv_cache_gib = 0.25}}
 redis = {{port = {next(ports)}, maxmemory_mb = 128}}
 [evaluation]
@@ -113,6 +116,9 @@ def test_life_of_a_run(run: Path):
 
     second = Up(run, run.parent / "second.txt")
     try:
+        until(lambda: second.said("trainer is ready") and second.said("trainer-1 is ready"), 60, "the trainer's start")
+        record = json.loads((run_dir / "supervisor.json").read_text())
+        os.kill(record["processes"]["trainer-1"]["pid"], signal.SIGKILL)
         assert second.process.wait(200) == 0, (run.parent / "second.txt").read_text()
     finally:
         second.process.kill()
@@ -121,6 +127,7 @@ def test_life_of_a_run(run: Path):
     assert "step 2/2  reward" in (run.parent / "second.txt").read_text()
     assert processes_of(run_dir) == []
     record = json.loads((run_dir / "supervisor.json").read_text())
+    assert record["restarts"]["trainer"] == record["restarts"]["trainer-1"] >= 1, "they live and die together"
     assert record["outcome"] == "complete" and record["peak_memory_bytes"] > 1 << 28
 
     written = flotilla("report", str(run))

@@ -94,6 +94,31 @@ async def test_a_killed_process_is_started_again_and_its_log_goes_on(tmp_path):
     assert (await asyncio.wait_for(run, 20)).exit_code == 0
 
 
+async def test_a_fleet_lives_and_dies_together(tmp_path, monkeypatch):
+    """Whoever dies first is blamed; the others are ended, by force if they must, and all start again together."""
+    monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.5)
+    monkeypatch.setattr(supervisor_module, "FLEET_GRACE_S", 0.2)
+    lives = tmp_path / "lives"
+    stubborn = f"trap '' TERM; echo $$ >> {lives}; sleep 60 & wait; wait"
+    made, said = make(
+        tmp_path,
+        shell("trainer", f"echo $$ >> {lives}; exec sleep 60", fleet="trainer"),
+        shell("trainer-1", stubborn, fleet="trainer"),
+        shell("reward", "exec sleep 60"),
+    )
+    run = asyncio.create_task(made.run())
+    await until(lambda: len(numbers_in(lives)) == 2)
+    reward = made.children["reward"].pid
+    os.kill(made.children["trainer"].pid or 0, signal.SIGKILL)
+    await until(lambda: len(numbers_in(lives)) == 4, 30)
+    assert [alive(pid) for pid in numbers_in(lives)[:2]] == [False, False]
+    assert [made.children[name].restarts for name in ("trainer", "trainer-1", "reward")] == [1, 1, 0]
+    assert made.children["reward"].pid == reward
+    assert [line for line in said if "ended by" in line] == ["trainer ended by signal 9; starting it again in 0.01 s"]
+    made.end(Outcome("stopped", 0, "enough"))
+    await asyncio.wait_for(run, 40)
+
+
 async def test_exit_zero_of_a_service_is_no_end(tmp_path):
     made, _ = make(tmp_path, shell("reward", "true"), pause_s=0.05)
     run = asyncio.create_task(made.run())
