@@ -251,11 +251,14 @@ class TrainerSpec(Strict):
 class ParallelSpec(Strict):
     """How the model lies over the trainer's ranks; what is left of their number is data-parallel.
 
-    A run may go on in another layout. Megatron's order, from neighbours outwards: tensor, expert, data, pipeline.
+    A run may go on in another layout. Megatron's order, from neighbours outwards: tensor, context, expert, data,
+    pipeline.
     """
 
     tensor: int = Field(default=1, ge=1)
     """Ranks that share every matrix, and the tokens between matrices (sequence parallelism)."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of every sample. To the experts they are data-parallel ranks."""
     pipeline: int = Field(default=1, ge=1)
     """Stages of layers."""
     expert: int = Field(default=1, ge=1)
@@ -270,7 +273,7 @@ class ParallelSpec(Strict):
     @property
     def replica_ranks(self) -> int:
         """Ranks that hold one copy of the model, experts left out."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.context * self.pipeline
 
     @property
     def expert_replica_ranks(self) -> int:
@@ -547,7 +550,7 @@ class RunSpec(Strict):
     def _layout_fits(self) -> Self:
         ranks, parallel = len(self.services.trainers), self.parallel
         copies = {
-            "tensor x pipeline": parallel.replica_ranks,
+            "tensor x context x pipeline": parallel.replica_ranks,
             "expert_tensor x expert x pipeline": parallel.expert_replica_ranks,
         }
         for name, size in copies.items():

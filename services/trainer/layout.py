@@ -1,6 +1,6 @@
 """How a model lies over ranks: which part of a weight a rank holds, and under which name.
 
-Megatron's groups, in its default order from neighbours outwards: tensor, expert, data, pipeline.
+Megatron's groups, in its default order from neighbours outwards: tensor, context, expert, data, pipeline.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.spec import ParallelSpec
+from services.trainer.context import ContextRank
 from services.trainer.log_probs import WHOLE, Part
 from services.trainer.megatron import TransformerConfig, get_transformer_layer_offset, parallel_state
 from services.trainer.model_config import ModelConfig, ModelError
@@ -94,6 +95,12 @@ def gather(part: Tensor, cut: Cut) -> list[Tensor]:
     parts = [torch.empty_like(part) for _ in range(cut.size)]
     dist.all_gather(parts, part.contiguous(), group=cut.group)
     return parts
+
+
+def context_rank() -> ContextRank:
+    """Which part of every sample this rank has."""
+    group: Any = parallel_state.get_context_parallel_group()
+    return ContextRank(group.rank(), group.size())
 
 
 def vocabulary_part(rows: int) -> Part:

@@ -148,6 +148,7 @@ def group_sizes(parallel: ParallelSpec) -> dict[str, int]:
     """By Megatron's names, for its groups and its configuration alike."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
+        "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,

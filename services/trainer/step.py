@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common.spec import RunSpec
 from services.trainer import hf_mapping, loss
 from services.trainer.batch import Batch, Samples
-from services.trainer.layout import vocabulary_part
+from services.trainer.layout import context_rank, vocabulary_part
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import (
     DEVICE,
@@ -38,7 +38,7 @@ class Learner:
         self.module: PolicyModel = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
         self.optimizer = Optimizer(self.module, spec.optimizer)
         self._spec = spec
-        self._tensor = spec.parallel.tensor
+        self._tensor, self._context = spec.parallel.tensor, context_rank()
 
     def load_initial_weights(self) -> None:
         """Start from the Hugging Face checkpoint of the run spec."""
@@ -62,7 +62,7 @@ class Learner:
         for index, packs in enumerate(steps):
             self._optimize(packs, old, batch.number * batch.optimizer_steps + index, index, report)
         report.seconds = time.monotonic() - start
-        if computes_loss():
+        if computes_loss() and self._context.rank == 0:
             mine = (samples[row] for one in batch.micro_batches for row in one.rows)
             report.tokens = sum(len(one.prompt) + len(one.response) for one in mine)
         return report
@@ -71,7 +71,8 @@ class Learner:
         _check_tokens(batch, samples, self.model.vocabulary)
         steps: list[list[Pack]] = [[] for _ in range(batch.optimizer_steps)]
         for micro_batch in batch.micro_batches:
-            steps[micro_batch.optimizer_step].append(make_pack(batch, micro_batch, samples, DEVICE, self._tensor))
+            pack = make_pack(batch, micro_batch, samples, DEVICE, self._tensor, self._context)
+            steps[micro_batch.optimizer_step].append(pack)
         return steps
 
     @torch.no_grad()
