@@ -46,16 +46,16 @@ def sequence() -> torch.Tensor:
 def check(checkpoint: Path, parallel: ParallelSpec) -> None:
     """Load, compare every tensor bit for bit, and the logits."""
     model = read_config(checkpoint)
-    module = build_model(model, torch.float32, parallel)
-    load_hf(module, model, checkpoint)
+    chunks = build_model(model, torch.float32, parallel)
+    load_hf(chunks, model, checkpoint)
     original = load_file(checkpoint / "model.safetensors")
-    mine = {name: tensor.clone() for name, tensor in hf_tensors(module, model)}
+    mine = {name: tensor.clone() for name, tensor in hf_tensors(chunks, model)}
     for name, tensor in mine.items():
         assert torch.equal(tensor, original[name]), f"{name} in {parallel}"
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, set(mine))
     assert set().union(*everywhere) == set(original), f"{parallel}: tensors that no rank has"
-    if parallel.context == 1 and (logits := logits_of(module)) is not None:
+    if parallel.context == 1 and (logits := logits_of(chunks)) is not None:
         gap = float((logits - torch.load(checkpoint / LOGITS)).abs().max())
         assert gap <= 1e-5, f"logits in {parallel} are {gap:.1e} apart"
 
@@ -90,7 +90,7 @@ def check_steps(checkpoint: Path, parallel: ParallelSpec) -> None:
 
 
 @torch.no_grad()
-def logits_of(module: PolicyModel) -> torch.Tensor | None:
+def logits_of(chunks: list[PolicyModel]) -> torch.Tensor | None:
     """[1, TOKENS, vocabulary] on the last stage."""
 
     def forward(_data: object, stage: Any) -> tuple[torch.Tensor, Any]:
@@ -99,9 +99,9 @@ def logits_of(module: PolicyModel) -> torch.Tensor | None:
 
     found = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(()),
-        model=module,
-        num_microbatches=1,
+        data_iterator=[iter(())] * len(chunks),
+        model=[*chunks],
+        num_microbatches=parallel_state.get_pipeline_model_parallel_world_size(),
         seq_length=TOKENS,
         micro_batch_size=1,
         forward_only=True,

@@ -261,6 +261,9 @@ class ParallelSpec(Strict):
     """Ranks that share the tokens of every sample. To the experts they are data-parallel ranks."""
     pipeline: int = Field(default=1, ge=1)
     """Stages of layers."""
+    virtual_stages: int = Field(default=1, ge=1)
+    """Parts of every stage, far from each other in the model (interleaved schedule): less of the time is spent waiting
+    for other stages. The micro-batches of an optimizer step must then be a multiple of `pipeline`."""
     expert: int = Field(default=1, ge=1)
     """Ranks that share the experts of a layer."""
     expert_tensor: int = Field(default=1, ge=1)

@@ -98,7 +98,8 @@ def load(path: Path, learner: Learner, spec_digest: str) -> RunState:
         loaded: Any = dist_checkpointing.load(wanted, str(path), verify_integrity=True)
     except (CheckpointingException, OSError) as error:
         raise CheckpointError(f"{path}: damaged: {error}; remove it to start from the one before") from error
-    learner.module.load_state_dict(loaded["model"])
+    for chunk, weights in zip(learner.chunks, loaded["model"], strict=True):
+        chunk.load_state_dict(weights)
     learner.optimizer.megatron.load_state_dict(loaded["optimizer"])
     torch.set_rng_state(loaded["rng"]["torch"])
     tracker: Any = get_cuda_rng_tracker()
@@ -126,7 +127,7 @@ def _sharded_state(learner: Learner, *, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
     }
-    model = learner.module.sharded_state_dict(metadata=layout)
+    model = [chunk.sharded_state_dict(metadata=layout) for chunk in learner.chunks]
     optimizer = learner.optimizer.megatron.sharded_state_dict(model, is_loading=is_loading, metadata=layout)
     tracker: Any = get_cuda_rng_tracker()
     rng = {"torch": torch.get_rng_state(), "tracker": tracker.get_states()}

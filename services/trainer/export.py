@@ -99,8 +99,8 @@ class CudaWeights:
 
 def share_weights(run_id: str, rank: int, learner: Learner) -> SharedWeights | CudaWeights:
     """Room for a rank's weights where they are: in main memory or on its GPU."""
-    device = next(learner.module.parameters()).device
-    tensors = partial(hf_tensors, learner.module, learner.model)
+    device = next(learner.chunks[0].parameters()).device
+    tensors = partial(hf_tensors, learner.chunks, learner.model)
     return CudaWeights(tensors, device) if device.type == "cuda" else SharedWeights(run_id, rank, tensors)
 
 
@@ -125,7 +125,7 @@ def export_hf(learner: Learner, source: Path, target: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
             shutil.copy2(file, temporary)
-    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.chunks, learner.model)}
     tensors |= mtp_tensors(learner.model, source)
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)

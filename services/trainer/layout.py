@@ -64,11 +64,21 @@ def _check_stages(model: ModelConfig, parallel: ParallelSpec) -> None:
             f"parallel.pipeline = {parallel.pipeline}: the {model.layers} layers of the model do not make so many "
             "stages; set parallel.first_stage_layers or last_stage_layers so that the others are alike"
         )
+    _check_virtual_stages([*ends, layers // stages] if stages else ends, parallel)
 
 
-def global_name(name: str, config: TransformerConfig) -> str:
+def _check_virtual_stages(stage_layers: list[int], parallel: ParallelSpec) -> None:
+    virtual = parallel.virtual_stages
+    if virtual > 1 and parallel.pipeline == 1:
+        raise ModelError(f"parallel.virtual_stages = {virtual}: there is one stage; set parallel.pipeline")
+    for count in stage_layers:
+        if count % virtual:
+            raise ModelError(f"parallel.virtual_stages = {virtual} does not divide a stage of {count} layers")
+
+
+def global_name(name: str, config: TransformerConfig, virtual_stage: int | None) -> str:
     """The name of a weight of this rank with the layer and expert numbers of the whole model."""
-    layer_offset = get_transformer_layer_offset(config)
+    layer_offset = get_transformer_layer_offset(config, virtual_stage)
     name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + layer_offset}.", name)
     if config.num_moe_experts is None:
         return name

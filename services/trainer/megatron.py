@@ -144,12 +144,13 @@ def open_groups(seed: int, parallel: ParallelSpec) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def group_sizes(parallel: ParallelSpec) -> dict[str, int]:
+def group_sizes(parallel: ParallelSpec) -> dict[str, int | None]:
     """By Megatron's names, for its groups and its configuration alike."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_stages if parallel.virtual_stages > 1 else None,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
     }

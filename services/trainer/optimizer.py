@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,17 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
 
 
 class Optimizer:
-    """A model's gradients and how they are applied."""
+    """The gradients of a rank's part of a model, and how they are applied."""
 
-    def __init__(self, module: PolicyModel, spec: OptimizerSpec) -> None:
+    def __init__(self, chunks: Sequence[PolicyModel], spec: OptimizerSpec) -> None:
         self._spec = spec
-        dtype = module.config.params_dtype
+        model_config = chunks[0].config
+        dtype = model_config.params_dtype
         buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.ddp = DistributedDataParallel(module.config, buffers, module)
+        self.ddp = [
+            DistributedDataParallel(model_config, buffers, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
         config = OptimizerConfig(
             optimizer="adam",
             lr=spec.lr,
@@ -60,10 +65,10 @@ class Optimizer:
             loss_scale=UNIT_LOSS_SCALE,
             use_distributed_optimizer=True,
         )
-        self.megatron: Any = get_megatron_optimizer(config, [self.ddp])
+        self.megatron: Any = get_megatron_optimizer(config, [*self.ddp])
         for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):  # experts may have one of their own
             give_initial_state(part.optimizer, fused=ON_CUDA)
-        module.config.finalize_model_grads_func = self._sum_gradients
+        model_config.finalize_model_grads_func = self._sum_gradients
         self.ready_s = 0.0
         """Monotonic time when this rank last had its own gradients."""
 
@@ -73,7 +78,8 @@ class Optimizer:
 
     def zero_gradients(self) -> None:
         """Start an optimizer step."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self, number: int) -> StepResult:

@@ -35,14 +35,13 @@ class Learner:
 
     def __init__(self, spec: RunSpec, model: ModelConfig) -> None:
         self.model = model
-        self.module: PolicyModel = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
-        self.optimizer = Optimizer(self.module, spec.optimizer)
-        self._spec = spec
-        self._tensor, self._context = spec.parallel.tensor, context_rank()
+        self.chunks: list[PolicyModel] = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
+        self.optimizer = Optimizer(self.chunks, spec.optimizer)
+        self._spec, self._parallel, self._context = spec, spec.parallel, context_rank()
 
     def load_initial_weights(self) -> None:
         """Start from the Hugging Face checkpoint of the run spec."""
-        hf_mapping.load_hf(self.module, self.model, self._spec.model.hf_checkpoint)
+        hf_mapping.load_hf(self.chunks, self.model, self._spec.model.hf_checkpoint)
         self.optimizer.reload()
 
     def train(self, batch: Batch, samples: Samples) -> Report:
@@ -53,7 +52,8 @@ class Learner:
             samples: Those of its micro-batches at least, by row.
 
         Raises:
-            ValueError: A sample does not fit its row, or has a token outside the vocabulary.
+            ValueError: A sample does not fit its row, or has a token outside the vocabulary; or the micro-batches of an
+                optimizer step do not fit the layout.
         """
         start = time.monotonic()
         steps = self._packs_by_step(batch, samples)
@@ -71,9 +71,19 @@ class Learner:
         _check_tokens(batch, samples, self.model.vocabulary)
         steps: list[list[Pack]] = [[] for _ in range(batch.optimizer_steps)]
         for micro_batch in batch.micro_batches:
-            pack = make_pack(batch, micro_batch, samples, DEVICE, self._tensor, self._context)
+            pack = make_pack(batch, micro_batch, samples, DEVICE, self._parallel.tensor, self._context)
             steps[micro_batch.optimizer_step].append(pack)
+        for index, packs in enumerate(steps):
+            self._check_count(index, len(packs))
         return steps
+
+    def _check_count(self, index: int, micro_batches: int) -> None:
+        stages = self._parallel.pipeline if self._parallel.virtual_stages > 1 else 1
+        if micro_batches % stages:
+            raise ValueError(
+                f"optimizer step {index} has {micro_batches} micro-batches on this rank, with parallel.virtual_stages "
+                f"they must be a multiple of parallel.pipeline = {stages}"
+            )
 
     @torch.no_grad()
     def _observe(self, packs: list[Pack], report: Report) -> list[Tensor]:
@@ -95,7 +105,8 @@ class Learner:
         """Optimizer step `number` of the run and `index` of the batch; takes one of `old_log_probs` for each pack."""
         start = time.monotonic()
         self.optimizer.zero_gradients()
-        sums = self._run(packs, partial(self._train_step, old_log_probs), forward_only=False)
+        items = [(pack, next(old_log_probs)) for pack in packs]
+        sums = self._run(items, self._train_step, forward_only=False)
         report.busy_seconds += self.optimizer.ready_s - start
         result = self.optimizer.step(number)
         report.lr = learning_rate(self._spec.optimizer, number)
@@ -110,14 +121,14 @@ class Learner:
         report.ppo_kl += sum(found["ppo_kl"])
         report.not_finite += [MicroBatchId(index, at) for at, one in enumerate(found["loss"]) if not isfinite(one)]
 
-    def _run(self, packs: list[Pack], forward_step: Any, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the packs."""
+    def _run(self, items: Sequence[Any], forward_step: Any, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over packs, and what goes with them. Lengths differ, so stages tell each other theirs."""
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(packs),
-            model=self.optimizer.ddp,
-            num_microbatches=len(packs),
-            seq_length=packs[0].segments.max_seqlen_q,
+            data_iterator=[iter(items) for _ in self.chunks],
+            model=[*self.optimizer.ddp],
+            num_microbatches=len(items),
+            seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -144,7 +155,7 @@ class Learner:
         """Megatron's hook after the last layer; `hidden_states` are `[T, 1, hidden]`, or this rank's part of T."""
         pack, score = context
         weight = output_layer.weight if output_weight is None else output_weight
-        if self._tensor > 1:
+        if self._parallel.tensor > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         hidden = hidden_states.squeeze(1).index_select(0, pack.places)
         return score(hidden, weight, pack.targets, self._spec.rollout.temperature, vocabulary_part(weight.shape[0]))
@@ -152,8 +163,8 @@ class Learner:
     def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
         return self._forward(model, next(packs), _log_probs_and_entropy), None
 
-    def _train_step(self, old: Iterator[Tensor], packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
-        pack, old_log_probs = next(packs), next(old)
+    def _train_step(self, items: Iterator[tuple[Pack, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        pack, old_log_probs = next(items)
         log_probs = self._forward(model, pack, token_log_probs)
         return log_probs, partial(self._loss, pack, old_log_probs)
 

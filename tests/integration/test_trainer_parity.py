@@ -109,7 +109,7 @@ def test_logits_are_those_of_hugging_face(checkpoint: tuple[Path, Any]) -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(96).expand(2, -1)
     with torch.no_grad():
-        ours = learner.module(tokens, positions, None)
+        ours = learner.chunks[0](tokens, positions, None)
         theirs = hf(tokens).logits
     assert (ours - theirs).abs().max() <= 1e-5
 
@@ -175,7 +175,7 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Main gradients by Hugging Face name."""
     rules = hf_mapping.rules_of(learner.model)
     found = {}
-    for name, parameter in learner.module.named_parameters():
+    for name, parameter in learner.chunks[0].named_parameters():
         grad = getattr(parameter, "main_grad").view(parameter.shape)  # noqa: B009  Megatron adds it
         found |= dict(zip(rules[name].hf, hf_mapping.to_hf(rules[name], grad, learner.model), strict=True))
     return found
@@ -199,10 +199,10 @@ def loss_and_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """What the learner computes for one optimizer step, without taking it."""
     packs = [make_pack(batch, one, samples, DEVICE) for one in batch.micro_batches]
-    before = iter([torch.cat([old[row] for row in one.rows]) for one in batch.micro_batches])
+    before = [torch.cat([old[row] for row in one.rows]) for one in batch.micro_batches]
     learner.optimizer.zero_gradients()
-    sums = learner._run(packs, lambda data, model: learner._train_step(before, data, model), forward_only=False)
-    return sum(float(one["train/loss"]) for one in sums), {k: g.clone() for k, g in gradients(learner).items()}
+    sums = learner._run(list(zip(packs, before, strict=True)), learner._train_step, forward_only=False)
+    return sum(float(one["loss"]) for one in sums), {k: g.clone() for k, g in gradients(learner).items()}
 
 
 def shifted_log_probs(hf: Any, samples: Sequence[Sample]) -> list[torch.Tensor]:
@@ -273,7 +273,7 @@ def test_a_step_is_that_of_torch_adamw(qwen3: tuple[Path, Any]) -> None:
         for group in adam.param_groups:
             group["lr"] = 1e-2 * (step + 1) / 2
         adam.step()
-    ours = dict(hf_mapping.hf_tensors(learner.module, learner.model))
+    ours = dict(hf_mapping.hf_tensors(learner.chunks, learner.model))
     for name, parameter in hf.named_parameters():
         assert (ours[name] - parameter).abs().max() <= 2e-4, name
     assert math.isclose(metrics["train/grad_norm"], sum(norms) / 2, rel_tol=1e-4)
@@ -287,10 +287,10 @@ def test_a_gradient_that_is_not_finite_is_skipped(qwen3: tuple[Path, Any]) -> No
     samples = make_samples(4, seed=8)
     batch = make_batch(samples, 0, [[0, 1], [2, 3]], steps=2)
     broken = replace(batch, rows=tuple(replace(row, advantage=math.nan) for row in batch.rows))
-    before = {name: tensor.clone() for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model)}
+    before = {name: tensor.clone() for name, tensor in hf_mapping.hf_tensors(learner.chunks, learner.model)}
     metrics = train(learner, broken, samples)
     assert metrics["train/skipped_steps"] == 2
-    for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model):
+    for name, tensor in hf_mapping.hf_tensors(learner.chunks, learner.model):
         assert torch.equal(tensor, before[name]), name
     after = train(learner, batch, samples)
     assert after["train/skipped_steps"] == 0
@@ -333,7 +333,7 @@ def test_observed_metrics(qwen3: tuple[Path, Any]) -> None:
 def test_bfloat16_trains(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     learner = make_learner(path, trainer={"dtype": "bfloat16"}, optimizer={"lr": 1e-3})
-    assert {p.dtype for p in learner.module.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in learner.chunks[0].parameters()} == {torch.bfloat16}
     samples = make_samples(4, seed=12)
     with torch.no_grad():
         for ours, sample in zip(packed_log_probs(learner, samples), samples, strict=True):
