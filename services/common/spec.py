@@ -236,6 +236,9 @@ class TrainerSpec(Strict):
     """Parameters and activations; the optimizer keeps float32."""
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1)
     """Packing limit; a longer sample goes alone."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward pass instead of being kept: `selective` those inside
+    attention and inside layers of experts, `full` all but the input of every layer. The gradients are the same."""
     balance_data: bool = False
     """Give the data-parallel ranks equal work, as estimated in FLOPs, instead of every n-th micro-batch."""
     save_interval: int = Field(default=20, ge=1)

@@ -204,6 +204,8 @@ class RotarySelfAttention(SelfAttention):
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = split_heads(mixed, *rotary_pos_emb, weights[0], weights[1], groups, size, self.config.layernorm_epsilon)
         query, key, value = heads if packed_seq_params is None else (x.squeeze(1) for x in heads)
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
         mask = {"attention_mask": attention_mask, "attn_mask_type": self.attn_mask_type}
         out = attend(query, key, value, **mask, packed_seq_params=packed_seq_params)
         return self.linear_proj(out.reshape(*mixed.shape[:2], -1))

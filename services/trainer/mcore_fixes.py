@@ -11,7 +11,9 @@ parameter's moments, where Apex and Transformer Engine keep one number for each 
 5. the norm of the gradients waits for the device once for each parameter, and clipping copies every gradient;
 6. with tensor parallelism, latent attention with column-parallel down-projections loses the other ranks' part of the
    gradient of the keys' rotary part, which every rank has whole: gathering them splits in the backward pass, and does
-   not add.
+   not add;
+7. without gradients, as in the first pass of what is computed again, the router leaves a token's experts unsorted, and
+   adds up their scores in another order.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 _load_state_dict = DistributedOptimizer.load_state_dict
+_route = router.topk_routing_with_score_function
 
 
 def _set_states_without_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
@@ -57,13 +61,20 @@ def _scale(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], fa
     torch._foreach_mul_(lists[1], factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _route_in_order(*args: Any, **kwargs: Any) -> Any:
+    """Whether gradients are wanted is how it decides; scores without gradients still get none."""
+    with torch.enable_grad():
+        return _route(*args, **kwargs)
+
+
 def install() -> None:
-    """Repairs 2 to 5, for the whole process; 5 only where there is no faster kernel. Idempotent."""
+    """Repairs 2 to 5 and 7, for the whole process; 5 only where there is no faster kernel. Idempotent."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _l2_norm, _scale
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_without_step
     DistributedOptimizer.load_state_dict = _load_state_dict_with_own_steps
     filesystem_async._results_queue = queue.SimpleQueue()
+    router.topk_routing_with_score_function = _route_in_order
 
 
 def give_initial_state(optimizer: torch.optim.Optimizer, fused: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ from services.trainer.model_config import Experts, LatentAttention, ModelConfig,
 
 DISPATCHER = "alltoall"
 """Megatron's other one forbids variable lengths, without experts too."""
+Recompute = Literal["none", "selective", "full"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -84,7 +85,9 @@ class PolicyModel(GPTModel):
         return hidden, (angles.cos().to(dtype), angles.sin().to(dtype)), *rest
 
 
-def transformer_config(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec, recompute: Recompute
+) -> TransformerConfig:
     """Megatron's configuration of a model. Gradients add up over micro-batches and ranks, undivided."""
     kind = MLATransformerConfig if model.latent else TransformerConfig
     return kind(
@@ -123,9 +126,19 @@ def transformer_config(model: ModelConfig, dtype: torch.dtype, parallel: Paralle
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
         **group_sizes(parallel),
+        **_recompute_options(recompute, sparse=model.experts is not None),
         **(_latent_options(model.latent, model.rope) if model.latent else {}),
         **(_expert_options(model.experts, model.layers) if model.experts else {}),
     )
+
+
+def _recompute_options(recompute: Recompute, *, sparse: bool) -> dict[str, Any]:
+    """Selective: the core of attention, which with context parallelism has whole keys and values, and all experts."""
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", *(["moe"] if sparse else [])]}
+    return {}
 
 
 def _latent_options(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
@@ -232,7 +245,9 @@ def _latent_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     )
 
 
-def build_model(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec = ONE_RANK) -> list[PolicyModel]:
+def build_model(
+    model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec = ONE_RANK, recompute: Recompute = "none"
+) -> list[PolicyModel]:
     """This rank's part of the model with uninitialised weights, on the device: a chunk for each virtual stage.
 
     Megatron must be initialised.
@@ -241,12 +256,13 @@ def build_model(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec =
         model: The whole model.
         dtype: Of parameters and activations.
         parallel: What Megatron's groups were opened with.
+        recompute: What the backward pass computes again.
 
     Raises:
         ModelError: The model cannot be laid out so.
     """
     check_layout(model, parallel)
-    config = transformer_config(model, dtype, parallel)
+    config = transformer_config(model, dtype, parallel, recompute)
     stages = range(parallel.virtual_stages) if parallel.virtual_stages > 1 else (None,)
     return [_build_chunk(model, config, stage) for stage in stages]
 

@@ -35,7 +35,9 @@ class Learner:
 
     def __init__(self, spec: RunSpec, model: ModelConfig) -> None:
         self.model = model
-        self.chunks: list[PolicyModel] = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
+        self.chunks: list[PolicyModel] = build_model(
+            model, DTYPES[spec.trainer.dtype], spec.parallel, spec.trainer.recompute
+        )
         self.optimizer = Optimizer(self.chunks, spec.optimizer)
         self._spec, self._parallel, self._context = spec, spec.parallel, context_rank()
 

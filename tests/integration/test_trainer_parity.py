@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.trainer import hf_mapping, megatron
-from services.trainer.attention import should_pad
+from services.trainer.attention import CoreAttention, should_pad
 from services.trainer.batch import Batch, Sample
 from services.trainer.export import export_hf
 from services.trainer.megatron import DEVICE
@@ -237,6 +237,26 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(qwen3: tuple[Path, An
         assert math.isclose(loss, whole, abs_tol=1e-6)
         for name, grad in together.items():
             assert (apart[name] - grad).abs().max() <= 1e-6, name
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_computed_again_changes_no_bit(checkpoint: tuple[Path, Any], recompute: str) -> None:
+    path, _ = checkpoint
+    samples = make_samples(6, seed=4)
+    batch, old = (
+        make_batch(samples, 0, [[0, 1, 2], [3, 4, 5]]),
+        [torch.tensor(one.rollout_log_probs) for one in samples],
+    )
+    kept = loss_and_gradients(make_learner(path), batch, samples, old)
+    learner, calls = make_learner(path, trainer={"recompute": recompute}), []
+    attentions = [one for one in learner.chunks[0].modules() if isinstance(one, CoreAttention)]
+    for one in attentions:
+        one.register_forward_hook(lambda *_: calls.append(1))
+    loss, grads = loss_and_gradients(learner, batch, samples, old)
+    assert len(calls) == 2 * 2 * len(attentions)
+    assert loss == kept[0]
+    for name, grad in grads.items():
+        assert torch.equal(grad, kept[1][name]), name
 
 
 def test_the_temperature_divides_the_logits(qwen3: tuple[Path, Any]) -> None:
