@@ -2,7 +2,8 @@
 
     python -m tests.trainer_layouts RANK WORLD STORE_FILE CASES
 
-CASES is JSON: [[checkpoint, sizes of the layout], ...]. Ends with an error if anything differs.
+CASES is JSON: [[checkpoint, sizes of the layout, settings of the trainer], ...]. Ends with an error if anything
+differs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +62,10 @@ def check(checkpoint: Path, parallel: ParallelSpec) -> None:
         assert gap <= 1e-5, f"logits in {parallel} are {gap:.1e} apart"
 
 
-def train(checkpoint: Path, parallel: ParallelSpec) -> list[Metrics]:
+def train(checkpoint: Path, parallel: ParallelSpec, settings: Mapping[str, Any]) -> list[Metrics]:
     """Metrics and tokens of three optimizer steps, each on four packs that data-parallel ranks share."""
-    spec = make_spec(checkpoint, optimizer={"lr": 1e-3}, parallel=parallel.model_dump(), ranks=dist.get_world_size())
+    sections: dict[str, Any] = {"optimizer": {"lr": 1e-3}, "parallel": parallel.model_dump(), "trainer": settings}
+    spec = make_spec(checkpoint, ranks=dist.get_world_size(), **sections)
     learner = Learner(spec, read_config(checkpoint))
     learner.load_initial_weights()
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -78,9 +81,9 @@ def train(checkpoint: Path, parallel: ParallelSpec) -> list[Metrics]:
     return found
 
 
-def check_steps(checkpoint: Path, parallel: ParallelSpec) -> None:
+def check_steps(checkpoint: Path, parallel: ParallelSpec, settings: Mapping[str, Any]) -> None:
     """Against what one process wrote; one process writes it."""
-    found, file = train(checkpoint, parallel), checkpoint / "steps.json"
+    found, file = train(checkpoint, parallel, settings), checkpoint / "steps.json"
     if dist.get_world_size() == 1:
         file.write_text(json.dumps(found))
     for step, (ours, theirs) in enumerate(zip(found, json.loads(file.read_text()), strict=True)):
@@ -120,14 +123,14 @@ def main() -> None:
     torch.set_num_threads(1)
     file_store = dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world)
-    for checkpoint, sizes in cases:
+    for checkpoint, sizes, settings in cases:
         parallel = ParallelSpec(**sizes)
         megatron.open_groups(1, parallel)
         check(Path(checkpoint), parallel)
-        check_steps(Path(checkpoint), parallel)
+        check_steps(Path(checkpoint), parallel, settings)
         parallel_state.destroy_model_parallel()
         if rank == 0:
-            print("equal:", Path(checkpoint).name, sizes, flush=True)
+            print("equal:", Path(checkpoint).name, sizes, settings, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -239,6 +239,9 @@ class TrainerSpec(Strict):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward pass instead of being kept: `selective` those inside
     attention and inside layers of experts, `full` all but the input of every layer. The gradients are the same."""
+    overlap: bool = False
+    """Sum gradients over data-parallel ranks during the backward pass, and fetch weights from them during the forward
+    pass, a group of layers at a time; else before and after the optimizer."""
     balance_data: bool = False
     """Give the data-parallel ranks equal work, as estimated in FLOPs, instead of every n-th micro-batch."""
     save_interval: int = Field(default=20, ge=1)

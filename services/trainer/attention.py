@@ -30,6 +30,7 @@ from services.trainer.megatron import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
     parallel_state,
+    weight_of,
 )
 
 MAX_PADDING_RATIO = 4
@@ -200,7 +201,7 @@ class RotarySelfAttention(SelfAttention):
         projection: Any = self.linear_qkv
         attend: Any = self.core_attention
         mixed, _bias = projection(hidden_states)
-        weights = [getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm)]
+        weights = [weight_of(norm) for norm in (self.q_layernorm, self.k_layernorm)]
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = split_heads(mixed, *rotary_pos_emb, weights[0], weights[1], groups, size, self.config.layernorm_epsilon)
         query, key, value = heads if packed_seq_params is None else (x.squeeze(1) for x in heads)

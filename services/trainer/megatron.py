@@ -156,6 +156,18 @@ def group_sizes(parallel: ParallelSpec) -> dict[str, int | None]:
     }
 
 
+def weight_of(module: Any) -> Any:
+    """The weight of a torch module, to be read without a call of the module; None if there is none.
+
+    Megatron may have put off to fetch it until just before that call, and waits for it there.
+    """
+    if module is None:
+        return None
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+    return getattr(module, "weight", None)
+
+
 def destroy() -> None:
     """Close all groups; nothing to do if none were opened."""
     if not dist.is_initialized():

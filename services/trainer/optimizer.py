@@ -43,11 +43,16 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
 class Optimizer:
     """The gradients of a rank's part of a model, and how they are applied."""
 
-    def __init__(self, chunks: Sequence[PolicyModel], spec: OptimizerSpec) -> None:
-        self._spec = spec
+    def __init__(self, chunks: Sequence[PolicyModel], spec: OptimizerSpec, overlap: bool = False) -> None:
+        self._spec, self._overlap = spec, overlap
         model_config = chunks[0].config
         dtype = model_config.params_dtype
-        buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        buffers = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+        )
         self.ddp = [
             DistributedDataParallel(model_config, buffers, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
@@ -64,11 +69,16 @@ class Optimizer:
             params_dtype=dtype,
             loss_scale=UNIT_LOSS_SCALE,
             use_distributed_optimizer=True,
+            overlap_param_gather=overlap,
         )
         self.megatron: Any = get_megatron_optimizer(config, [*self.ddp])
         for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):  # experts may have one of their own
             give_initial_state(part.optimizer, fused=ON_CUDA)
         model_config.finalize_model_grads_func = self._sum_gradients
+        if overlap:
+            model_config.no_sync_func = (
+                [chunk.no_sync for chunk in self.ddp] if len(chunks) > 1 else self.ddp[0].no_sync
+            )
         self.ready_s = 0.0
         """Monotonic time when this rank last had its own gradients."""
 
@@ -89,6 +99,15 @@ class Optimizer:
             group["weight_decay"] = self._spec.weight_decay * group["wd_mult"]
         applied, grad_norm, _ = self.megatron.step()
         return StepResult(bool(applied), float(grad_norm) if applied else 0.0)
+
+    def fetch_weights(self) -> None:
+        """Have the weights whole here, of which a rank updates a part; with overlap the next forward pass would do it.
+
+        All data-parallel ranks must call it before anybody reads them.
+        """
+        if self._overlap:
+            for chunk in self.ddp:
+                chunk.start_param_sync(force_sync=True)
 
     def _sum_gradients(self, models: list[torch.nn.Module], _num_tokens: torch.Tensor, **kwargs: object) -> None:
         """Megatron's reduction without its division: the loss is normalised already."""

@@ -22,6 +22,7 @@ from services.trainer.megatron import (
     gather_from_sequence_parallel_region,
     get_forward_backward_func,
     parallel_state,
+    weight_of,
 )
 from services.trainer.model import DTYPES, PolicyModel, build_model
 from services.trainer.model_config import ModelConfig
@@ -38,7 +39,7 @@ class Learner:
         self.chunks: list[PolicyModel] = build_model(
             model, DTYPES[spec.trainer.dtype], spec.parallel, spec.trainer.recompute
         )
-        self.optimizer = Optimizer(self.chunks, spec.optimizer)
+        self.optimizer = Optimizer(self.chunks, spec.optimizer, spec.trainer.overlap)
         self._spec, self._parallel, self._context = spec, spec.parallel, context_rank()
 
     def load_initial_weights(self) -> None:
@@ -63,6 +64,7 @@ class Learner:
         old = iter(self._observe([pack for packs in steps for pack in packs], report))
         for index, packs in enumerate(steps):
             self._optimize(packs, old, batch.number * batch.optimizer_steps + index, index, report)
+        self.optimizer.fetch_weights()
         report.seconds = time.monotonic() - start
         if computes_loss() and self._context.rank == 0:
             mine = (samples[row] for one in batch.micro_batches for row in one.rows)
@@ -156,7 +158,8 @@ class Learner:
     ) -> Any:
         """Megatron's hook after the last layer; `hidden_states` are `[T, 1, hidden]`, or this rank's part of T."""
         pack, score = context
-        weight = output_layer.weight if output_weight is None else output_weight
+        own = weight_of(output_layer)
+        weight = own if output_weight is None else output_weight
         if self._parallel.tensor > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         hidden = hidden_states.squeeze(1).index_select(0, pack.places)
