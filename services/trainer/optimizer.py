@@ -76,9 +76,8 @@ class Optimizer:
             give_initial_state(part.optimizer, fused=ON_CUDA)
         model_config.finalize_model_grads_func = self._sum_gradients
         if overlap:
-            model_config.no_sync_func = (
-                [chunk.no_sync for chunk in self.ddp] if len(chunks) > 1 else self.ddp[0].no_sync
-            )
+            delays: Any = [chunk.no_sync for chunk in self.ddp]
+            setattr(model_config, "no_sync_func", delays if len(delays) > 1 else delays[0])  # noqa: B010  wrongly typed
         self.ready_s = 0.0
         """Monotonic time when this rank last had its own gradients."""
 
