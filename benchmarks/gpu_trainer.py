@@ -59,7 +59,7 @@ def make_learner(folder: Path) -> Learner:
         }
     )
     learner = Learner(spec, read_config(folder))
-    for parameter in learner.module.parameters():
+    for parameter in learner.chunks[0].parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
     learner.optimizer.reload()
     return learner
@@ -83,21 +83,21 @@ class Steps:
         self.learner = learner
         self.batch, self.samples = make_batch(lengths)
         self.packs = learner._packs_by_step(self.batch, self.samples)[0]
-        self.old = learner._observe(self.packs, Report())
+        self.items = list(zip(self.packs, learner._observe(self.packs, Report()), strict=True))
 
     def step(self) -> dict[str, float]:
         """One step. Milliseconds on the device of its parts, and of the host to enqueue forward and backward."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
 
-        def train_step(packs: Any, model: Any) -> Any:
-            log_probs, loss = self.learner._train_step(iter(self.old), packs, model)
+        def train_step(items: Any, model: Any) -> Any:
+            log_probs, loss = self.learner._train_step(items, model)
             marks[1].record()
             return log_probs, loss
 
         start = time.perf_counter()
         marks[0].record()
         self.learner.optimizer.zero_gradients()
-        self.learner._run(self.packs, train_step, forward_only=False)
+        self.learner._run(self.items, train_step, forward_only=False)
         marks[2].record()
         enqueued = time.perf_counter()
         self.learner.optimizer.step(0)
@@ -135,7 +135,7 @@ def measure(learner: Learner, name: str, count: int, base_bytes: int) -> dict[st
     torch.cuda.reset_peak_memory_stats()
     row = steps.medians(count)
     peak = torch.cuda.max_memory_allocated() - base_bytes
-    tokens, parameters = sum(lengths), sum(one.numel() for one in learner.module.parameters())
+    tokens, parameters = sum(lengths), sum(one.numel() for one in learner.chunks[0].parameters())
     context = sum(length * length for length in lengths) / 2
     heads = MODEL["num_attention_heads"] * MODEL["head_dim"]
     flops = 6 * parameters * tokens + 12 * MODEL["num_hidden_layers"] * heads * context
@@ -157,7 +157,7 @@ def print_synchronisations(steps: Steps) -> None:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         steps.learner.optimizer.zero_gradients()
-        steps.learner._run(steps.packs, lambda d, m: steps.learner._train_step(iter(steps.old), d, m), False)
+        steps.learner._run(steps.items, steps.learner._train_step, forward_only=False)
         steps.learner.optimizer.step(0)
         torch.cuda.set_sync_debug_mode("default")
     places = Counter(f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message))

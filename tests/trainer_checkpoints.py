@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from services.common.spec import ParallelSpec
 from services.trainer.checkpoint import RunState, begin_save, checkpoint_path, load
+from services.trainer.report import Metrics
 from services.trainer.step import Learner
 from tests.trainer_layouts import compare_steps, make_learner, train_step
 from tests.trainer_ranks import run_cases
@@ -21,7 +23,7 @@ DIGEST = "d" * 64
 STATE = RunState(2, DIGEST, ("batch-0", "batch-1"))
 
 
-def check(model: str, folder: str, loaded: str, saved: str, sizes: dict[str, int]) -> None:
+def check(model: str, folder: str, loaded: str, saved: str, sizes: dict[str, Any]) -> None:
     """Two steps or a checkpoint, then two more steps, during which the checkpoint is written."""
     learner = make_learner(Path(model), ParallelSpec(**sizes))
     if loaded:
@@ -36,16 +38,16 @@ def check(model: str, folder: str, loaded: str, saved: str, sizes: dict[str, int
     Path(folder, f"{saved}.json").write_text(json.dumps([found, sizes, dist.get_world_size()]))
 
 
-def steps(learner: Learner, begin: int, end: int) -> list[tuple[float, float]]:
-    """Loss and norm of the gradients of some optimizer steps."""
+def steps(learner: Learner, begin: int, end: int) -> list[Metrics]:
+    """Metrics of some optimizer steps."""
     return [train_step(learner, number) for number in range(begin, end)]
 
 
-def compare(found: list[tuple[float, float]], saved: list, sizes: dict[str, int]) -> None:
+def compare(found: list[Metrics], saved: list, sizes: dict[str, Any]) -> None:
     """Bit for bit in the same layout."""
     expected, *layout = saved
     if layout == [sizes, dist.get_world_size()]:
-        assert [list(one) for one in found] == expected
+        assert found == expected
     compare_steps(found, expected)
 
 

@@ -6,6 +6,7 @@ A case is a Hugging Face checkpoint, the directory to make of it, and the sizes 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from services.common.spec import ParallelSpec
 from services.trainer import megatron
@@ -17,7 +18,7 @@ BACK = ".hf"
 """After the name of a torch_dist directory: what was made of it."""
 
 
-def check(hf: str, output: str, sizes: dict[str, int]) -> None:
+def check(hf: str, output: str, sizes: dict[str, Any]) -> None:
     """Two conversions by all ranks; the second knows no layout."""
     write_torch_dist(Path(hf), Path(output), ParallelSpec(**sizes))
     parallel_state.destroy_model_parallel()

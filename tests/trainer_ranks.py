@@ -2,7 +2,7 @@
 
     python -m tests.MODULE RANK WORLD STORE_FILE CASES
 
-CASES is JSON, a list of lists of arguments; of each the last is the sizes of the layout.
+CASES is JSON, a list of lists of arguments; of each the last is the layout, as in [parallel] of a run spec.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.trainer import megatron
 from services.trainer.megatron import parallel_state
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 240.0
+DEADLINE_S = 480.0
 
 
 def run_ranks(module: str, world: int, cases: Sequence[Sequence[Any]], folder: Path) -> None:

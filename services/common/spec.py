@@ -265,13 +265,19 @@ class TrainerSpec(Strict):
 class ParallelSpec(Strict):
     """How the model lies over the trainer's ranks; what is left of their number is data-parallel.
 
-    A run may go on in another layout. Megatron's order, from neighbours outwards: tensor, expert, data, pipeline.
+    Nothing here changes what is computed: a run may go on in another layout. Megatron's order, from neighbours
+    outwards: tensor, context, expert, data, pipeline.
     """
 
     tensor: int = Field(default=1, ge=1)
     """Ranks that share every matrix, and the tokens between matrices (sequence parallelism)."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of every sample. To the experts they are data-parallel ranks."""
     pipeline: int = Field(default=1, ge=1)
     """Stages of layers."""
+    virtual_stages: int = Field(default=1, ge=1)
+    """Parts of every stage, far from each other in the model (interleaved schedule): less of the time is spent waiting
+    for other stages. The micro-batches of an optimizer step must then be a multiple of `pipeline`."""
     expert: int = Field(default=1, ge=1)
     """Ranks that share the experts of a layer."""
     expert_tensor: int = Field(default=1, ge=1)
@@ -280,11 +286,22 @@ class ParallelSpec(Strict):
     """Layers of the first stage; 0 gives it as many as the others."""
     last_stage_layers: int = Field(default=0, ge=0)
     """Layers of the last stage; 0 gives it as many as the others."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward pass instead of being kept: `selective` those inside
+    attention and inside layers of experts, `full` all but the input of every layer. The gradients are the same."""
+    overlap: bool = False
+    """Sum gradients over data-parallel ranks during the backward pass, and fetch weights from them during the forward
+    pass, a group of layers at a time; else before and after the optimizer."""
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Divides the number of micro-batches that a rank has in an optimizer step."""
+        return self.pipeline if self.virtual_stages > 1 else 1
 
     @property
     def replica_ranks(self) -> int:
         """Ranks that hold one copy of the model, experts left out."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.context * self.pipeline
 
     @property
     def expert_replica_ranks(self) -> int:
@@ -294,7 +311,7 @@ class ParallelSpec(Strict):
     def check_ranks(self, ranks: int) -> None:
         """Raise InvalidArgument, naming the fields, if so many ranks cannot be laid out so."""
         copies = {
-            "tensor x pipeline": self.replica_ranks,
+            "tensor x context x pipeline": self.replica_ranks,
             "expert_tensor x expert x pipeline": self.expert_replica_ranks,
         }
         for name, size in copies.items():

@@ -8,7 +8,7 @@ since that depends on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -28,18 +28,18 @@ from services.trainer.optimizer import Optimizer
 OPTIMIZER_PREFIX = "optimizer."
 
 
-def weight_boxes(module: MegatronModule) -> list[ShardedTensor]:
+def weight_boxes(chunks: Sequence[MegatronModule]) -> list[ShardedTensor]:
     """All weights of this rank, and the routers' biases, whoever else has them too; the data are views."""
     return [
         box
-        for weight, cuts in cuts_of(module).items()
+        for weight, cuts in cuts_of(chunks).items()
         for box in boxes_of(cuts, weight, 0, {"": weight.detach().view(-1)})
     ]
 
 
-def optimizer_boxes(module: MegatronModule, optimizer: Optimizer) -> list[ShardedTensor]:
+def optimizer_boxes(chunks: Sequence[MegatronModule], optimizer: Optimizer) -> list[ShardedTensor]:
     """Float32 weights and moments of what this rank updates; the data are views."""
-    cuts = cuts_of(module)
+    cuts = cuts_of(chunks)
     found = []
     for weight, begin, state in optimizer.shards():
         named = {f"{OPTIMIZER_PREFIX}{name}.": tensor for name, tensor in state.items()}
@@ -47,10 +47,10 @@ def optimizer_boxes(module: MegatronModule, optimizer: Optimizer) -> list[Sharde
     return found
 
 
-def owned_boxes(module: MegatronModule, optimizer: Optimizer) -> list[ShardedTensor]:
+def owned_boxes(chunks: Sequence[MegatronModule], optimizer: Optimizer) -> list[ShardedTensor]:
     """What this rank writes of a model in training: every element of weights and optimizer is owned by one rank."""
-    cuts = cuts_of(module)
-    found = optimizer_boxes(module, optimizer)
+    cuts = cuts_of(chunks)
+    found = optimizer_boxes(chunks, optimizer)
     for weight, begin, state in optimizer.shards():
         size = next(iter(state.values())).numel()
         mine = {"": weight.detach().view(-1)[begin : begin + size]}
@@ -64,12 +64,12 @@ def only_owned(boxes: list[ShardedTensor]) -> list[ShardedTensor]:
     return [box for box in boxes if is_main_replica(box.replica_id)]
 
 
-def cuts_of(module: MegatronModule) -> dict[Tensor, list[ShardedTensor]]:
+def cuts_of(chunks: Sequence[MegatronModule]) -> dict[Tensor, list[ShardedTensor]]:
     """Where each weight lies in the whole model: gate and up of a feed-forward apart, everything else in one piece."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    tree = module.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
+    metadata = {"dp_cp_group": group, "non_homogeneous_layers": True}
     cuts = {}
-    for one in nested_values(tree):
+    for one in nested_values([chunk.sharded_state_dict(metadata=metadata) for chunk in chunks]):
         if isinstance(one, ShardedTensorFactory):
             cuts[one.data] = one.build()
         elif isinstance(one, ShardedTensor):

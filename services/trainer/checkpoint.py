@@ -70,7 +70,7 @@ def begin_save(root: Path, learner: Learner, state: RunState) -> Saving:
     on_first_rank(partial(_remove_unfinished, root))
     return Saving(
         checkpoint_path(root, state.step),
-        owned_boxes(learner.module, learner.optimizer),
+        owned_boxes(learner.chunks, learner.optimizer),
         {**asdict(state), "layout": _layout()},
         [_random_object(_random_state())],
         {STEPS: learner.optimizer.applied_steps},
@@ -90,7 +90,7 @@ def load(path: Path, learner: Learner, spec_digest: str) -> RunState:
             "give this run a run_dir of its own, or restore its run spec"
         )
     same_layout = table["layout"] == _layout()
-    boxes = weight_boxes(learner.module) + optimizer_boxes(learner.module, learner.optimizer)
+    boxes = weight_boxes(learner.chunks) + optimizer_boxes(learner.chunks, learner.optimizer)
     loaded = fill(path, boxes, [_random_object(None)] if same_layout else [])
     learner.optimizer.applied_steps = loaded[STEPS]
     if same_layout:
@@ -117,7 +117,9 @@ def _layout() -> dict[str, Any]:
     return {
         "ranks": dist.get_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_stages": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         "expert": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor": parallel_state.get_expert_tensor_parallel_world_size(),
     }

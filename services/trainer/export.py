@@ -105,8 +105,8 @@ class CudaWeights:
 
 def share_weights(run_id: str, rank: int, learner: Learner) -> SharedWeights | CudaWeights:
     """Room for a rank's weights where they are: in main memory or on its GPU."""
-    device = next(learner.module.parameters()).device
-    tensors = partial(hf_tensors, learner.module, learner.model)
+    device = next(learner.chunks[0].parameters()).device
+    tensors = partial(hf_tensors, learner.chunks, learner.model)
     return CudaWeights(tensors, device) if device.type == "cuda" else SharedWeights(run_id, rank, tensors)
 
 
@@ -129,7 +129,7 @@ def export_hf(learner: Learner, source: Path, target: Path) -> None:
     """
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     on_first_rank(partial(make_anew, temporary))
-    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.chunks, learner.model)}
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         tensors |= mtp_tensors(learner.model, source)

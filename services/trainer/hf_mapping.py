@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,12 @@ def _expert_rules(experts: Experts) -> tuple[Rule, ...]:
     return _ROUTER + bias + each + (_SHARED_EXPERT if experts.shared_ffn_hidden else ())
 
 
-def weights_of(module: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Everything that a checkpoint holds, by Megatron name: parameters, and the routers' biases, which are buffers."""
-    yield from module.named_parameters()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
+def weights_of(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
+    """All that a checkpoint holds, by global Megatron name: parameters, and the routers' biases, which are buffers."""
+    for chunk in chunks:
+        biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+        for name, weight in chain(chunk.named_parameters(), biases):
+            yield global_name(name, chunk.config, chunk.vp_stage), weight
 
 
 def to_megatron(rule: Rule, tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -158,21 +161,20 @@ def unshard(rule: Rule, parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([torch.cat(one, dim) for one in zip(*halves, strict=True)])
 
 
-def hf_tensors(module: PolicyModel, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(chunks: Sequence[PolicyModel], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Weights by Hugging Face name, whole and detached: those that this rank owns, which no other rank yields.
 
     A view of the parameter where that is possible. All ranks must go through it together. A head that is the embedding,
     of which a last stage has a copy, comes from the first stage.
     """
     rules, owners = rules_of(model), Owners()
-    for name, weight in weights_of(module):
+    for name, weight in weights_of(chunks):
         if name == _OUTPUT and model.tied_embeddings:
             continue
         owner = owners.assign(name, weight.nbytes)
-        rule = rules[global_name(name, module.config)]
-        whole = _whole(rule, weight.detach(), cut_of(name, weight), owner) if owner else None
+        whole = _whole(rules[name], weight.detach(), cut_of(name, weight), owner) if owner else None
         if whole is not None:
-            yield from zip(rule.hf, to_hf(rule, whole, model), strict=True)
+            yield from zip(rules[name].hf, to_hf(rules[name], whole, model), strict=True)
 
 
 def _whole(rule: Rule, part: Tensor, cut: Cut | None, owner: Owner) -> Tensor | None:
@@ -184,7 +186,7 @@ def _whole(rule: Rule, part: Tensor, cut: Cut | None, owner: Owner) -> Tensor | 
 
 
 @torch.no_grad()
-def load_hf(module: PolicyModel, model: ModelConfig, checkpoint: Path) -> None:
+def load_hf(chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path) -> None:
     """Fill this rank's part of a model from the safetensors of a Hugging Face checkpoint, a parameter at a time.
 
     Raises:
@@ -193,8 +195,8 @@ def load_hf(module: PolicyModel, model: ModelConfig, checkpoint: Path) -> None:
     files = find_tensors(checkpoint)
     rules = rules_of(model)
     check_names(set(files), model, checkpoint)
-    for name, weight in weights_of(module):
-        rule, cut = rules[global_name(name, module.config)], cut_of(name, weight)
+    for name, weight in weights_of(chunks):
+        rule, cut = rules[name], cut_of(name, weight)
         full = to_megatron(rule, [_read(files[one], one) for one in rule.hf], model)
         expected = list(weight.shape)
         if cut is not None:

@@ -1,6 +1,6 @@
 """How a model lies over ranks: which part of a weight a rank holds, and under which name.
 
-Megatron's groups, in its default order from neighbours outwards: tensor, expert, data, pipeline.
+Megatron's groups, in its default order from neighbours outwards: tensor, context, expert, data, pipeline.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.spec import ParallelSpec
+from services.trainer.context import ContextRank
 from services.trainer.log_probs import WHOLE, Part
 from services.trainer.megatron import TransformerConfig, get_transformer_layer_offset, parallel_state
 from services.trainer.model_config import ModelConfig, ModelError
@@ -63,11 +64,21 @@ def _check_stages(model: ModelConfig, parallel: ParallelSpec) -> None:
             f"parallel.pipeline = {parallel.pipeline}: the {model.layers} layers of the model do not make so many "
             "stages; set parallel.first_stage_layers or last_stage_layers so that the others are alike"
         )
+    _check_virtual_stages([*ends, layers // stages] if stages else ends, parallel)
 
 
-def global_name(name: str, config: TransformerConfig) -> str:
+def _check_virtual_stages(stage_layers: list[int], parallel: ParallelSpec) -> None:
+    virtual = parallel.virtual_stages
+    if virtual > 1 and parallel.pipeline == 1:
+        raise ModelError(f"parallel.virtual_stages = {virtual}: there is one stage; set parallel.pipeline")
+    for count in stage_layers:
+        if count % virtual:
+            raise ModelError(f"parallel.virtual_stages = {virtual} does not divide a stage of {count} layers")
+
+
+def global_name(name: str, config: TransformerConfig, virtual_stage: int | None) -> str:
     """The name of a weight of this rank with the layer and expert numbers of the whole model."""
-    layer_offset = get_transformer_layer_offset(config)
+    layer_offset = get_transformer_layer_offset(config, virtual_stage)
     name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + layer_offset}.", name)
     if config.num_moe_experts is None:
         return name
@@ -134,6 +145,12 @@ class _Shares:
         self._bytes[least] += size_bytes
         copy, part = divmod(least, self._parts)
         return Owner(part, part == self._part) if copy == self._copy else None
+
+
+def context_rank() -> ContextRank:
+    """Which part of every sample this rank has."""
+    group: Any = parallel_state.get_context_parallel_group()
+    return ContextRank(group.rank(), group.size())
 
 
 def vocabulary_part(rows: int) -> Part:

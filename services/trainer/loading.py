@@ -53,13 +53,13 @@ def fill(path: Path, boxes: Sequence[ShardedTensor], objects: Sequence[ShardedOb
     return read_boxes(path, boxes, objects)
 
 
-def load_weights(path: Path, module: MegatronModule) -> None:
+def load_weights(path: Path, chunks: Sequence[MegatronModule]) -> None:
     """Fill a model alone, from a checkpoint of a run or from what `flotilla convert hf-to-torch-dist` wrote.
 
     Raises:
         CheckpointError: Damaged, or of another model; the message names directory and tensor.
     """
-    fill(path, weight_boxes(module))
+    fill(path, weight_boxes(chunks))
 
 
 def read_boxes(path: Path, boxes: Sequence[ShardedTensor], objects: Sequence[ShardedObject] = ()) -> dict[str, Any]:

@@ -5,12 +5,15 @@
 3. the norm of the gradients waits for the device once for each parameter, and clipping copies every gradient;
 4. with tensor parallelism, latent attention with column-parallel down-projections loses the other ranks' part of the
    gradient of the keys' rotary part, which every rank has whole: gathering them splits in the backward pass, and does
-   not add.
+   not add;
+5. without gradients, as in the first pass of what is computed again, the router leaves a token's experts unsorted, and
+   adds up their scores in another order.
 """
 
 from __future__ import annotations
 
 import queue
+from typing import Any
 
 import torch
 from megatron.core import utils
@@ -20,7 +23,10 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+_route = router.topk_routing_with_score_function
 
 
 def _l2_norm(
@@ -36,11 +42,18 @@ def _scale(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], fa
     torch._foreach_mul_(lists[1], factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _route_in_order(*args: Any, **kwargs: Any) -> Any:
+    """Whether gradients are wanted is how it decides; scores without gradients still get none."""
+    with torch.enable_grad():
+        return _route(*args, **kwargs)
+
+
 def install() -> None:
-    """Repairs 2 and 3, for the whole process; 3 only where there is no faster kernel. Idempotent."""
+    """Repairs 2, 3 and 5, for the whole process; 3 only where there is no faster kernel. Idempotent."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _l2_norm, _scale
     filesystem_async._results_queue = queue.SimpleQueue()
+    router.topk_routing_with_score_function = _route_in_order
 
 
 def give_initial_state(optimizer: torch.optim.Optimizer, fused: bool) -> None:

@@ -161,14 +161,28 @@ def open_groups(seed: int, parallel: ParallelSpec) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def group_sizes(parallel: ParallelSpec) -> dict[str, int]:
+def group_sizes(parallel: ParallelSpec) -> dict[str, int | None]:
     """By Megatron's names, for its groups and its configuration alike."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
+        "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_stages if parallel.virtual_stages > 1 else None,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
     }
+
+
+def weight_of(module: Any) -> Any:
+    """The weight of a torch module, to be read without a call of the module; None if there is none.
+
+    Megatron may have put off to fetch it until just before that call, and waits for it there.
+    """
+    if module is None:
+        return None
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+    return getattr(module, "weight", None)
 
 
 def destroy() -> None:

@@ -117,13 +117,25 @@ def transformer_config(model: ModelConfig, dtype: torch.dtype, parallel: Paralle
         persist_layer_norm=False,
         sequence_parallel=parallel.tensor > 1,
         variable_seq_lengths=parallel.pipeline > 1,
+        batch_p2p_comm=parallel.virtual_stages == 1,  # batched, the two directions between two stages get mixed up
+        overlap_p2p_comm=parallel.virtual_stages > 1,
         moe_token_dispatcher_type=DISPATCHER,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
         **group_sizes(parallel),
+        **_recompute_options(parallel.recompute, sparse=model.experts is not None),
         **(_latent_options(model.latent, model.rope) if model.latent else {}),
         **(_expert_options(model.experts, model.layers) if model.experts else {}),
     )
+
+
+def _recompute_options(recompute: str, *, sparse: bool) -> dict[str, Any]:
+    """Selective: the core of attention, which with context parallelism has whole keys and values, and all experts."""
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", *(["moe"] if sparse else [])]}
+    return {}
 
 
 def _latent_options(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
@@ -230,8 +242,10 @@ def _latent_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     )
 
 
-def build_model(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec = ONE_RANK) -> PolicyModel:
-    """This rank's part of the model with uninitialised weights, on the device. Megatron must be initialised.
+def build_model(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec = ONE_RANK) -> list[PolicyModel]:
+    """This rank's part of the model with uninitialised weights, on the device: a chunk for each virtual stage.
+
+    Megatron must be initialised.
 
     Args:
         model: The whole model.
@@ -243,8 +257,13 @@ def build_model(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec =
     """
     check_layout(model, parallel)
     config = transformer_config(model, dtype, parallel)
-    first = get_transformer_layer_offset(config)
-    layers = range(first, first + get_num_layers_to_build(config))
+    stages = range(parallel.virtual_stages) if parallel.virtual_stages > 1 else (None,)
+    return [_build_chunk(model, config, stage) for stage in stages]
+
+
+def _build_chunk(model: ModelConfig, config: TransformerConfig, stage: int | None) -> PolicyModel:
+    first = get_transformer_layer_offset(config, stage)
+    layers = range(first, first + get_num_layers_to_build(config, stage))
     specs = [_layer_spec(config, experts=layer >= model.dense_layers) for layer in layers]
     block: Any = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return PolicyModel(
@@ -252,12 +271,13 @@ def build_model(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec =
         block,
         vocab_size=model.vocabulary,
         max_sequence_length=model.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope.theta,
         rotary_percent=model.rope.fraction,
         rope_scaling=model.rope.llama3_factor is not None,
         rope_scaling_factor=model.rope.llama3_factor or 1.0,
+        vp_stage=stage,
     )

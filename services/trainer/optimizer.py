@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,22 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
 
 
 class Optimizer:
-    """A model's gradients and how they are applied."""
+    """The gradients of a rank's part of a model, and how they are applied."""
 
-    def __init__(self, module: PolicyModel, spec: OptimizerSpec) -> None:
-        self._spec = spec
-        dtype = module.config.params_dtype
-        buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        self.ddp = DistributedDataParallel(module.config, buffers, module)
+    def __init__(self, chunks: Sequence[PolicyModel], spec: OptimizerSpec, overlap: bool = False) -> None:
+        self._spec, self._overlap = spec, overlap
+        model_config = chunks[0].config
+        dtype = model_config.params_dtype
+        buffers = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+        )
+        self.ddp = [
+            DistributedDataParallel(model_config, buffers, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
         config = OptimizerConfig(
             optimizer="adam",
             lr=spec.lr,
@@ -67,12 +76,16 @@ class Optimizer:
             params_dtype=dtype,
             loss_scale=UNIT_LOSS_SCALE,
             use_distributed_optimizer=True,
+            overlap_param_gather=overlap,
         )
-        self.megatron: Any = get_megatron_optimizer(config, [self.ddp])
+        self.megatron: Any = get_megatron_optimizer(config, [*self.ddp])
         self._parts = [one for one in self.megatron.chained_optimizers if not one.is_stub_optimizer]
         for part in self._parts:
             give_initial_state(part.optimizer, fused=ON_CUDA)
-        module.config.finalize_model_grads_func = self._sum_gradients
+        model_config.finalize_model_grads_func = self._sum_gradients
+        if overlap:
+            delays: Any = [chunk.no_sync for chunk in self.ddp]
+            setattr(model_config, "no_sync_func", delays if len(delays) > 1 else delays[0])  # noqa: B010  wrongly typed
         self.ready_s = 0.0
         """Monotonic time when this rank last had its own gradients."""
 
@@ -82,7 +95,8 @@ class Optimizer:
 
     def zero_gradients(self) -> None:
         """Start an optimizer step."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def step(self, number: int) -> StepResult:
@@ -92,6 +106,15 @@ class Optimizer:
             group["weight_decay"] = self._spec.weight_decay * group["wd_mult"]
         applied, grad_norm, _ = self.megatron.step()
         return StepResult(bool(applied), float(grad_norm) if applied else 0.0)
+
+    def fetch_weights(self) -> None:
+        """Have the weights whole here, of which a rank updates a part; with overlap the next forward pass would do it.
+
+        All data-parallel ranks must call it before anybody reads them.
+        """
+        if self._overlap:
+            for chunk in self.ddp:
+                chunk.start_param_sync(force_sync=True)
 
     def shards(self) -> Iterator[tuple[Tensor, int, dict[str, Tensor]]]:
         """What this rank updates: a weight, the first of its elements that are this rank's, and their flat state.

@@ -1,7 +1,10 @@
 """Packs the samples of a micro-batch into one row of tokens.
 
-Shapes: T tokens that go through the model, R response tokens. A sample of p prompt and r response tokens takes
-p + r - 1 places: the last response token is only predicted, never read.
+Context-parallel ranks each have a part of the tokens, and of the response tokens those whose logits they compute: a sum
+over all of them is that of one rank.
+
+Shapes: T tokens that go through the model on this rank, R response tokens. A sample of p prompt and r response tokens
+takes p + r - 1 places: the last response token is only predicted, never read.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.attention import Segments, make_segments
-from services.trainer.batch import Batch, MicroBatch, Samples
+from services.trainer.batch import Batch, MicroBatch, Sample, Samples
+from services.trainer.context import ALONE, ContextRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,14 @@ class Pack:
     """`[R]` float32, as the engine reported them."""
 
 
-def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Samples, device: torch.device, multiple: int = 1) -> Pack:
+def make_pack(
+    batch: Batch,
+    micro_batch: MicroBatch,
+    samples: Samples,
+    device: torch.device,
+    multiple: int = 1,
+    context: ContextRank = ALONE,
+) -> Pack:
     """Pack one micro-batch.
 
     Args:
@@ -50,35 +61,53 @@ def make_pack(batch: Batch, micro_batch: MicroBatch, samples: Samples, device: t
         samples: Those of the micro-batch at least, by row.
         device: Of the tensors.
         multiple: T is one of this; what is missing is filled by a segment of its own, that nothing looks at.
+        context: Which part of every sample; what a sample lacks to be cut is filled at its end.
     """
     mine = [samples[row] for row in micro_batch.rows]
     rows = [batch.rows[row] for row in micro_batch.rows]
-    lengths = tuple(len(one.prompt) + max(len(one.response) - 1, 0) for one in mine)
-    starts = list(accumulate(lengths, initial=0))[:-1]
-    places = [
-        range(start + len(one.prompt) - 1, start + len(one.prompt) - 1 + len(one.response))
-        for start, one in zip(starts, mine, strict=True)
-    ]
+    tokens, lengths = _lay_out(mine, context.chunks_per_segment, multiple)
+    held = context.places(lengths)
+    places = _rows_of(held, len(tokens))[torch.tensor(_response_places(mine, lengths), dtype=torch.long)]
+    here = places >= 0
     counts = torch.tensor([len(one.response) for one in mine], dtype=torch.long)
     rollouts = batch.rollouts_per_step[micro_batch.optimizer_step]
     mask = torch.tensor(_chain(one.loss_mask for one in mine), dtype=torch.float32)
     weight = torch.tensor([1.0 / (row.loss_denominator * rollouts) for row in rows])
     advantage = torch.tensor([row.advantage for row in rows])
-    tokens = _chain((*one.prompt, *one.response)[:length] for one, length in zip(mine, lengths, strict=True))
-    missing = -len(tokens) % multiple if tokens else multiple  # a micro-batch may have no rows
-    if missing:
-        tokens, lengths = [*tokens, *[0] * missing], (*lengths, missing)
+    log_probs = torch.tensor(_chain(one.rollout_log_probs for one in mine), dtype=torch.float32)
     return Pack(
-        tokens=torch.tensor([tokens]).to(device),
-        position_ids=torch.tensor([_chain(map(range, lengths))]).to(device),
-        segments=make_segments(lengths, device),
-        places=torch.tensor(_chain(places), dtype=torch.long).to(device),
-        targets=torch.tensor(_chain(one.response for one in mine), dtype=torch.long).to(device),
-        mask=mask.to(device),
-        weights=(mask * weight.repeat_interleave(counts)).to(device),
-        advantages=advantage.repeat_interleave(counts).to(device),
-        rollout_log_probs=torch.tensor(_chain(one.rollout_log_probs for one in mine), dtype=torch.float32).to(device),
+        tokens=torch.tensor([tokens])[:, held].to(device),
+        position_ids=torch.tensor([_chain(map(range, lengths))])[:, held].to(device),
+        segments=make_segments(lengths, device, context),
+        places=places[here].to(device),
+        targets=torch.tensor(_chain(one.response for one in mine), dtype=torch.long)[here].to(device),
+        mask=mask[here].to(device),
+        weights=(mask * weight.repeat_interleave(counts))[here].to(device),
+        advantages=advantage.repeat_interleave(counts)[here].to(device),
+        rollout_log_probs=log_probs[here].to(device),
     )
+
+
+def _lay_out(samples: list[Sample], chunks: int, multiple: int) -> tuple[list[int], tuple[int, ...]]:
+    """Tokens of the whole pack, and lengths of its segments, each a multiple of `chunks`."""
+    segments = [[*one.prompt, *one.response[:-1]] for one in samples]
+    for one in segments:
+        one += [0] * (-len(one) % chunks)
+    total, unit = sum(map(len, segments)), chunks * multiple
+    if missing := -total % unit if total else unit:  # a micro-batch may have no rows
+        segments.append([0] * missing)
+    return _chain(segments), tuple(map(len, segments))
+
+
+def _response_places(samples: list[Sample], lengths: tuple[int, ...]) -> list[int]:
+    """Where the logits are, in the whole pack, that predict each response token."""
+    firsts = [start + len(one.prompt) - 1 for start, one in zip(accumulate(lengths, initial=0), samples, strict=False)]
+    return _chain(range(first, first + len(one.response)) for first, one in zip(firsts, samples, strict=True))
+
+
+def _rows_of(held: Tensor, total: int) -> Tensor:
+    """`[total]`: which of this rank's tokens stands at each place of the whole pack, -1 for none."""
+    return torch.full((total,), -1).index_copy(0, held, torch.arange(len(held)))
 
 
 def _chain(parts: object) -> list:

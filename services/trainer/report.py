@@ -1,7 +1,7 @@
 """What one rank saw of a batch, and what all ranks together make of it: the `train/` metrics.
 
 Only the ranks that compute the loss have sums of their own: those of the last stage, one of each tensor-parallel
-group. Everything else is zero, so that sums add up.
+group. Context-parallel ranks each have those of their part of the tokens. Everything else is zero, so that sums add up.
 """
 
 from __future__ import annotations

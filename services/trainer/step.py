@@ -17,7 +17,7 @@ from torch import Tensor
 from services.common.spec import TrainingSpec
 from services.trainer import hf_mapping
 from services.trainer.batch import Batch, Samples
-from services.trainer.layout import vocabulary_part
+from services.trainer.layout import context_rank, vocabulary_part
 from services.trainer.loading import load_weights
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import (
@@ -25,6 +25,7 @@ from services.trainer.megatron import (
     gather_from_sequence_parallel_region,
     get_forward_backward_func,
     parallel_state,
+    weight_of,
 )
 from services.trainer.model import DTYPES, PolicyModel, build_model
 from services.trainer.model_config import ModelConfig
@@ -40,20 +41,19 @@ class Learner:
 
     def __init__(self, spec: TrainingSpec, model: ModelConfig, progress: Progress | None = None) -> None:
         self.model = model
+        self.chunks: list[PolicyModel] = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
+        self.optimizer = Optimizer(self.chunks, spec.optimizer, spec.parallel.overlap)
         self._objective = objective_of(spec)
-        self.module: PolicyModel = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
-        self.optimizer = Optimizer(self.module, spec.optimizer)
         self._progress = progress or Progress()
-        self._spec = spec
-        self._tensor = spec.parallel.tensor
+        self._spec, self._parallel, self._context = spec, spec.parallel, context_rank()
 
     def load_initial_weights(self) -> None:
         """Start from the torch_dist directory of the run spec, or else from its Hugging Face checkpoint."""
         source = self._spec.model
         if source.load != Path():
-            load_weights(source.load, self.module)
+            load_weights(source.load, self.chunks)
         else:
-            hf_mapping.load_hf(self.module, self.model, source.hf_checkpoint)
+            hf_mapping.load_hf(self.chunks, self.model, source.hf_checkpoint)
         self.optimizer.reload()
 
     def train(self, batch: Batch, samples: Samples) -> Report:
@@ -64,7 +64,8 @@ class Learner:
             samples: Those of its micro-batches at least, by row.
 
         Raises:
-            ValueError: A sample does not fit its row, or has a token outside the vocabulary.
+            ValueError: A sample does not fit its row, or has a token outside the vocabulary; or the micro-batches of an
+                optimizer step do not fit the layout.
         """
         start = time.monotonic()
         steps = self._packs_by_step(batch, samples)
@@ -74,8 +75,9 @@ class Learner:
             old = iter(self._observe([pack for packs in steps for pack in packs], report))
         for index, packs in enumerate(steps):
             self._optimize(packs, old, batch.number * batch.optimizer_steps + index, index, report)
+        self.optimizer.fetch_weights()
         report.seconds = time.monotonic() - start
-        if computes_loss():
+        if computes_loss() and self._context.rank == 0:
             mine = (samples[row] for one in batch.micro_batches for row in one.rows)
             report.tokens = sum(len(one.prompt) + len(one.response) for one in mine)
         return report
@@ -84,15 +86,26 @@ class Learner:
     def evaluate(self, batch: Batch, samples: Samples) -> float:
         """This rank's part of the loss over a batch of one optimizer step, which is not done. Errors as in `train`."""
         (packs,) = self._packs_by_step(batch, samples)
-        sums = self._run(packs, partial(self._train_step, repeat(None)), forward_only=True)
+        sums = self._run([(pack, None) for pack in packs], self._train_step, forward_only=True)
         return sum(_to_floats(sums)["loss"]) if computes_loss() else 0.0
 
     def _packs_by_step(self, batch: Batch, samples: Samples) -> list[list[Pack]]:
         _check_tokens(batch, samples, self.model.vocabulary)
         steps: list[list[Pack]] = [[] for _ in range(batch.optimizer_steps)]
         for micro_batch in batch.micro_batches:
-            steps[micro_batch.optimizer_step].append(make_pack(batch, micro_batch, samples, DEVICE, self._tensor))
+            pack = make_pack(batch, micro_batch, samples, DEVICE, self._parallel.tensor, self._context)
+            steps[micro_batch.optimizer_step].append(pack)
+        for index, packs in enumerate(steps):
+            self._check_count(index, len(packs))
         return steps
+
+    def _check_count(self, index: int, micro_batches: int) -> None:
+        multiple = self._parallel.micro_batch_multiple
+        if micro_batches % multiple:
+            raise ValueError(
+                f"optimizer step {index} has {micro_batches} micro-batches on this rank, with parallel.virtual_stages "
+                f"they must be a multiple of parallel.pipeline = {multiple}"
+            )
 
     @torch.no_grad()
     def _observe(self, packs: list[Pack], report: Report) -> list[Tensor]:
@@ -114,7 +127,8 @@ class Learner:
         """Optimizer step `number` of the run and `index` of the batch; takes one of `old_log_probs` for each pack."""
         start = time.monotonic()
         self.optimizer.zero_gradients()
-        sums = self._run(packs, partial(self._train_step, old_log_probs), forward_only=False)
+        items = [(pack, next(old_log_probs)) for pack in packs]
+        sums = self._run(items, self._train_step, forward_only=False)
         report.busy_seconds += self.optimizer.ready_s - start
         self._progress.begin("optimizer step")
         result = self.optimizer.step(number)
@@ -129,22 +143,26 @@ class Learner:
             setattr(report, name, getattr(report, name) + sum(values))
         report.not_finite += [MicroBatchId(index, at) for at, one in enumerate(found["loss"]) if not isfinite(one)]
 
-    def _run(self, packs: list[Pack], forward_step: Any, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the packs."""
+    def _run(self, items: Sequence[Any], forward_step: Any, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over packs, and what goes with them. Lengths differ, so stages tell each other theirs."""
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=self._announced(packs, "log-probs" if forward_only else "training"),
-            model=self.optimizer.ddp,
-            num_microbatches=len(packs),
-            seq_length=packs[0].segments.max_seqlen_q,
+            data_iterator=self._iterators(items, "log-probs" if forward_only else "training"),
+            model=[*self.optimizer.ddp],
+            num_microbatches=len(items),
+            seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
-    def _announced(self, packs: Sequence[Pack], what: str) -> Iterator[Pack]:
-        for at, pack in enumerate(packs):
+    def _iterators(self, items: Sequence[Any], what: str) -> list[Iterator[Any]]:
+        """One for each chunk; the first says where it is."""
+        return [self._announced(items, what), *(iter(items) for _ in self.chunks[1:])]
+
+    def _announced(self, items: Sequence[Any], what: str) -> Iterator[Any]:
+        for at, item in enumerate(items):
             self._progress.begin(f"{what}, micro-batch {at}")
-            yield pack
+            yield item
 
     def _forward(self, model: Any, pack: Pack, score: Any) -> Any:
         """What `score` makes of the hidden states before, and the weight of the output layer, and the targets."""
@@ -167,8 +185,9 @@ class Learner:
     ) -> Any:
         """Megatron's hook after the last layer; `hidden_states` are `[T, 1, hidden]`, or this rank's part of T."""
         pack, score = context
-        weight = output_layer.weight if output_weight is None else output_weight
-        if self._tensor > 1:
+        own = weight_of(output_layer)
+        weight = own if output_weight is None else output_weight
+        if self._parallel.tensor > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         hidden = hidden_states.squeeze(1).index_select(0, pack.places)
         return score(hidden, weight, pack.targets, self._objective.temperature, vocabulary_part(weight.shape[0]))
@@ -176,8 +195,8 @@ class Learner:
     def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
         return self._forward(model, next(packs), _log_probs_and_entropy), None
 
-    def _train_step(self, old: Iterator[Tensor | None], packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
-        pack, old_log_probs = next(packs), next(old)
+    def _train_step(self, items: Iterator[tuple[Pack, Tensor | None]], model: Any) -> tuple[Tensor, Any]:
+        pack, old_log_probs = next(items)
         log_probs = self._forward(model, pack, token_log_probs)
         return log_probs, partial(self._loss, pack, old_log_probs)
 

@@ -7,7 +7,7 @@ not at all, and every weight has the same bits on both sides.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -68,9 +68,9 @@ def write_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
     """
     _check_new(output)
     model = _plain_model(hf)
-    module = build_model(model, _dtype(hf, model), parallel)
-    together(partial(load_hf, module, model, hf))
-    Saving(output, only_owned(weight_boxes(module)), {}).finish()
+    chunks = build_model(model, _dtype(hf, model), parallel)
+    together(partial(load_hf, chunks, model, hf))
+    Saving(output, only_owned(weight_boxes(chunks)), {}).finish()
 
 
 def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
@@ -89,10 +89,10 @@ def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
     _check_new(output)
     model = _plain_model(hf)
     with FakeTensorMode():  # of the whole model, its shapes alone
-        module = build_model(model, torch.bfloat16)
+        chunks = build_model(model, torch.bfloat16)
     check_files(checkpoint)
-    check_tensors(checkpoint, weight_boxes(module))
-    reads = [*_reads_of_trained(module, model, checkpoint), *_reads_of_mtp(model, hf)]
+    check_tensors(checkpoint, weight_boxes(chunks))
+    reads = [*_reads_of_trained(chunks, model, checkpoint), *_reads_of_mtp(model, hf)]
     temporary = output.with_name(TEMPORARY_PREFIX + output.name)
     on_first_rank(partial(make_anew, temporary))
     parts = together(partial(_write_files, reads, temporary))
@@ -100,10 +100,12 @@ def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
     on_first_rank(partial(publish_hf, sizes, temporary, hf, output))
 
 
-def _reads_of_trained(module: PolicyModel, model: ModelConfig, checkpoint: Path) -> Iterator[Callable[[], Tensors]]:
+def _reads_of_trained(
+    chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path
+) -> Iterator[Callable[[], Tensors]]:
     """For each file to write, what reads its tensors."""
-    stored, cuts, rules = stored_tensors(checkpoint), cuts_of(module), rules_of(model)
-    weights = dict(weights_of(module))
+    stored, cuts, rules = stored_tensors(checkpoint), cuts_of(chunks), rules_of(model)
+    weights = dict(weights_of(chunks))
     dtypes = {name: stored[cuts[weight][0].key].dtype for name, weight in weights.items()}
 
     def read(names: list[str]) -> Tensors:

@@ -179,11 +179,10 @@ def test_log_probs_are_those_of_hugging_face(qwen3: tuple[Path, Any], dtype: str
 def gradients(learner: Learner, batch: Batch, samples: list[Sample]) -> dict[str, Tensor]:
     """Main gradients of one optimizer step, not taken, by Hugging Face name."""
     packs = [make_pack(batch, one, samples, DEVICE) for one in batch.micro_batches]
-    before = iter([pack.rollout_log_probs for pack in packs])
     learner.optimizer.zero_gradients()
-    learner._run(packs, lambda data, model: learner._train_step(before, data, model), forward_only=False)
+    learner._run([(pack, pack.rollout_log_probs) for pack in packs], learner._train_step, forward_only=False)
     rules, found = rules_of(learner.model), {}
-    for name, parameter in learner.module.named_parameters():
+    for name, parameter in learner.chunks[0].named_parameters():
         grad = getattr(parameter, "main_grad").view(parameter.shape)  # noqa: B009  Megatron adds it
         found |= dict(zip(rules[name].hf, to_hf(rules[name], grad.clone(), learner.model), strict=True))
     return found
@@ -227,7 +226,7 @@ def test_a_step_in_bfloat16_is_that_in_float32(qwen3: tuple[Path, Any]) -> None:
     assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=0.02)
     assert ours["train/entropy"] == pytest.approx(theirs["train/entropy"], abs=0.02)
     assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=0.05)
-    for (name, low), (_, high) in zip(*(hf_tensors(one.module, one.model) for one in (half, exact)), strict=True):
+    for (name, low), (_, high) in zip(*(hf_tensors(one.chunks, one.model) for one in (half, exact)), strict=True):
         # The first step of Adam is the sign of the gradient: where that is lost in rounding, two rates apart.
         assert (low.float() - high).abs().max() <= 2.1e-2 + 2**-8 * float(high.abs().max()), name
         assert (low.float() - high).abs().mean() <= 2e-3 + 2**-9 * float(high.abs().mean()), name
@@ -240,20 +239,20 @@ def test_a_step_in_float32_is_that_of_torch_adamw(qwen3: tuple[Path, Any]) -> No
     batch = make_batch(samples, 0, [range(6)])
     settings = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.5, "clip_grad": 0.3}
     learner = make_learner(path, "float32", optimizer=settings)
-    copies = {name: p.detach().clone().requires_grad_() for name, p in learner.module.named_parameters()}
+    copies = {name: p.detach().clone().requires_grad_() for name, p in learner.chunks[0].named_parameters()}
     decayed = [[p for p in copies.values() if (p.ndim > 1) == matrix] for matrix in (True, False)]
     groups = [{"params": decayed[0], "weight_decay": 0.5}, {"params": decayed[1], "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8, foreach=False, fused=False)
     for step in range(2):
         gradients(learner, batch, samples)
-        for name, parameter in learner.module.named_parameters():
+        for name, parameter in learner.chunks[0].named_parameters():
             copies[name].grad = getattr(parameter, "main_grad").view(parameter.shape).clone()  # noqa: B009
         norm = torch.nn.utils.clip_grad_norm_(copies.values(), 0.3)
         for group in adam.param_groups:
             group["lr"] = 1e-2 * (step + 1) / 2
         adam.step()
         assert learner.optimizer.step(step).grad_norm == pytest.approx(float(norm), rel=1e-4)
-        for name, parameter in learner.module.named_parameters():
+        for name, parameter in learner.chunks[0].named_parameters():
             assert (parameter - copies[name]).abs().max() <= 1e-5, name
 
 
@@ -287,9 +286,9 @@ def test_a_gradient_that_is_not_finite_is_skipped(qwen3: tuple[Path, Any]) -> No
     samples = make_samples(4, seed=8)
     batch = make_batch(samples, 0, [[0, 1], [2, 3]])
     broken = replace(batch, rows=tuple(replace(row, advantage=math.nan) for row in batch.rows))
-    before = {name: tensor.clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    before = {name: tensor.clone() for name, tensor in hf_tensors(learner.chunks, learner.model)}
     assert train(learner, broken, samples)["train/skipped_steps"] == 1
-    for name, tensor in hf_tensors(learner.module, learner.model):
+    for name, tensor in hf_tensors(learner.chunks, learner.model):
         assert torch.equal(tensor, before[name]), name
     assert train(learner, batch, samples)["train/skipped_steps"] == 0
 
@@ -312,7 +311,7 @@ def test_a_checkpoint_holds_everything(qwen3: tuple[Path, Any], tmp_path: Path, 
     saved = save(tmp_path, first, state)
     second = make_learner(path, dtype, optimizer={"lr": 1e-3})
     assert load(saved, second, "d" * 64) == state
-    for (name, ours), (_, theirs) in zip(*(hf_tensors(x.module, x.model) for x in (first, second)), strict=True):
+    for (name, ours), (_, theirs) in zip(*(hf_tensors(x.chunks, x.model) for x in (first, second)), strict=True):
         assert ours.device.type == theirs.device.type == DEVICE.type and torch.equal(ours, theirs), name
     for index, (ours, theirs) in enumerate(zip(optimizer_state(first), optimizer_state(second), strict=True)):
         assert ours.device == theirs.device and torch.equal(ours, theirs), f"optimizer tensor {index}"

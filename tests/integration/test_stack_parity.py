@@ -219,7 +219,7 @@ class Rig:
         self._spec, self._engine, self._peers = spec, engine, peers
         self._learner = Learner(spec, read_config(spec.model.hf_checkpoint))
         self._learner.load_initial_weights()
-        tensors = partial(hf_tensors, self._learner.module, self._learner.model)
+        tensors = partial(hf_tensors, self._learner.chunks, self._learner.model)
         self.weights = SharedWeights(f"{spec.run_id}-{os.getpid()}", 0, tensors)
         self._cache, self._steps = PlanCache(), 0
 

@@ -66,7 +66,7 @@ def train(learner: Learner, number: int) -> dict[str, float]:
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in hf_tensors(learner.module, learner.model)}
+    return {name: tensor.clone() for name, tensor in hf_tensors(learner.chunks, learner.model)}
 
 
 def state(step: int, digest: str = DIGEST) -> RunState:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer import hf_mapping, megatron
-from services.trainer.attention import should_pad
+from services.trainer.attention import CoreAttention, should_pad
 from services.trainer.batch import Batch, Sample
 from services.trainer.export import export_hf
 from services.trainer.megatron import DEVICE
@@ -109,7 +109,7 @@ def test_logits_are_those_of_hugging_face(checkpoint: tuple[Path, Any]) -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 96), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(96).expand(2, -1)
     with torch.no_grad():
-        ours = learner.module(tokens, positions, None)
+        ours = learner.chunks[0](tokens, positions, None)
         theirs = hf(tokens).logits
     assert (ours - theirs).abs().max() <= 1e-5
 
@@ -172,7 +172,7 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Main gradients by Hugging Face name."""
     rules = hf_mapping.rules_of(learner.model)
     found = {}
-    for name, parameter in learner.module.named_parameters():
+    for name, parameter in learner.chunks[0].named_parameters():
         grad = getattr(parameter, "main_grad").view(parameter.shape)  # noqa: B009  Megatron adds it
         found |= dict(zip(rules[name].hf, hf_mapping.to_hf(rules[name], grad, learner.model), strict=True))
     return found
@@ -196,9 +196,9 @@ def loss_and_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """What the learner computes for one optimizer step, without taking it."""
     packs = [make_pack(batch, one, samples, DEVICE) for one in batch.micro_batches]
-    before = iter([torch.cat([torch.empty(0), *(old[row] for row in one.rows)]) for one in batch.micro_batches])
+    before = [torch.cat([torch.empty(0), *(old[row] for row in one.rows)]) for one in batch.micro_batches]
     learner.optimizer.zero_gradients()
-    sums = learner._run(packs, lambda data, model: learner._train_step(before, data, model), forward_only=False)
+    sums = learner._run(list(zip(packs, before, strict=True)), learner._train_step, forward_only=False)
     return sum(float(one["loss"]) for one in sums), {k: g.clone() for k, g in gradients(learner).items()}
 
 
@@ -236,6 +236,26 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(qwen3: tuple[Path, An
             assert (apart[name] - grad).abs().max() <= 1e-6, name
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_computed_again_changes_no_bit(checkpoint: tuple[Path, Any], recompute: str) -> None:
+    path, _ = checkpoint
+    samples = make_samples(6, seed=4)
+    batch, old = (
+        make_batch(samples, 0, [[0, 1, 2], [3, 4, 5]]),
+        [torch.tensor(one.rollout_log_probs) for one in samples],
+    )
+    kept = loss_and_gradients(make_learner(path), batch, samples, old)
+    learner, calls = make_learner(path, parallel={"recompute": recompute}), []
+    attentions = [one for one in learner.chunks[0].modules() if isinstance(one, CoreAttention)]
+    for one in attentions:
+        one.register_forward_hook(lambda *_: calls.append(1))
+    loss, grads = loss_and_gradients(learner, batch, samples, old)
+    assert len(calls) == 2 * 2 * len(attentions)
+    assert loss == kept[0]
+    for name, grad in grads.items():
+        assert torch.equal(grad, kept[1][name]), name
+
+
 def test_the_temperature_divides_the_logits(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     samples = make_samples(3, seed=6)
@@ -270,7 +290,7 @@ def test_a_step_is_that_of_torch_adamw(qwen3: tuple[Path, Any]) -> None:
         for group in adam.param_groups:
             group["lr"] = 1e-2 * (step + 1) / 2
         adam.step()
-    ours = dict(hf_mapping.hf_tensors(learner.module, learner.model))
+    ours = dict(hf_mapping.hf_tensors(learner.chunks, learner.model))
     for name, parameter in hf.named_parameters():
         assert (ours[name] - parameter).abs().max() <= 2e-4, name
     assert math.isclose(metrics["train/grad_norm"], sum(norms) / 2, rel_tol=1e-4)
@@ -284,10 +304,10 @@ def test_a_gradient_that_is_not_finite_is_skipped(qwen3: tuple[Path, Any]) -> No
     samples = make_samples(4, seed=8)
     batch = make_batch(samples, 0, [[0, 1], [2, 3]], steps=2)
     broken = replace(batch, rows=tuple(replace(row, advantage=math.nan) for row in batch.rows))
-    before = {name: tensor.clone() for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model)}
+    before = {name: tensor.clone() for name, tensor in hf_mapping.hf_tensors(learner.chunks, learner.model)}
     metrics = train(learner, broken, samples)
     assert metrics["train/skipped_steps"] == 2
-    for name, tensor in hf_mapping.hf_tensors(learner.module, learner.model):
+    for name, tensor in hf_mapping.hf_tensors(learner.chunks, learner.model):
         assert torch.equal(tensor, before[name]), name
     after = train(learner, batch, samples)
     assert after["train/skipped_steps"] == 0
@@ -330,7 +350,7 @@ def test_observed_metrics(qwen3: tuple[Path, Any]) -> None:
 def test_bfloat16_trains(qwen3: tuple[Path, Any]) -> None:
     path, hf = qwen3
     learner = make_learner(path, trainer={"dtype": "bfloat16"}, optimizer={"lr": 1e-3})
-    assert {p.dtype for p in learner.module.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in learner.chunks[0].parameters()} == {torch.bfloat16}
     samples = make_samples(4, seed=12)
     with torch.no_grad():
         for ours, sample in zip(packed_log_probs(learner, samples), samples, strict=True):

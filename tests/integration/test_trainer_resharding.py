@@ -13,16 +13,19 @@ from tests.trainer_ranks import run_ranks
 pytestmark = pytest.mark.stack
 
 TENSOR, PIPELINE, EXPERT = {"tensor": 2}, {"pipeline": 2, "last_stage_layers": 1}, {"expert": 2}
+INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
 SAVED = {
     "qwen3": {"data": {}, "tensor": TENSOR, "pipeline": PIPELINE},
     "qwen3_moe": {"expert": EXPERT},
     "deepseek_v3": {"expert": EXPERT, "pipeline": PIPELINE},
+    "qwen3_deep": {"interleaved": INTERLEAVED},
 }
 """By family and name, what two ranks save."""
 RESHARDED = {
     "qwen3": {"data": TENSOR, "one": TENSOR},
     "qwen3_moe": {"expert": {**TENSOR, **EXPERT}, "one": EXPERT},
     "deepseek_v3": {"expert": PIPELINE, "one": EXPERT},
+    "qwen3_deep": {"one": INTERLEAVED},
 }
 """What two ranks load then, in another layout than it was saved in; `one` is what one rank saved."""
 ALL = {**TENSOR, **PIPELINE}
@@ -51,7 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With what one rank and what two have saved; two have also loaded it again, and what one saved."""
     path = tmp_path_factory.mktemp("resharding")
     for family in SAVED:
-        save_model(path / family, family, seed=3)
+        more: dict[str, Any] = {"num_hidden_layers": 4} if family.endswith("_deep") else {}
+        save_model(path / family, family.removesuffix("_deep"), seed=3, **more)
         (path / "saved" / family).mkdir(parents=True)
     run_ranks("trainer_checkpoints", 1, cases(path, {family: {"one": {}} for family in SAVED}, save=True), path)
     both = [*cases(path, SAVED, save=True), *cases(path, SAVED), *cases(path, RESHARDED)]

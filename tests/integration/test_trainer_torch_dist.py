@@ -128,7 +128,7 @@ def test_a_run_starts_from_torch_dist(models: Path, tmp_path: Path) -> None:
     learner.load_initial_weights()
     expected = Learner(spec, model)
     expected.load_initial_weights()
-    for ours, theirs in zip(learner.module.parameters(), expected.module.parameters(), strict=True):
+    for ours, theirs in zip(learner.chunks[0].parameters(), expected.chunks[0].parameters(), strict=True):
         assert torch.equal(ours, theirs)
     for (_, _, ours), (_, _, theirs) in zip(learner.optimizer.shards(), expected.optimizer.shards(), strict=True):
         assert torch.equal(ours["param"], theirs["param"])
@@ -145,7 +145,7 @@ def test_a_run_is_exported(models: Path, tmp_path: Path) -> None:
     learner.load_initial_weights()
     for step in (1, 2):
         save(tmp_path / "run" / "checkpoints", learner, RunState(step, "digest", ("batch",) * step))
-        torch.nn.init.zeros_(next(learner.module.parameters()))  # so that only the first has the model's weights
+        torch.nn.init.zeros_(next(learner.chunks[0].parameters()))  # so that only the first has the model's weights
     (tmp_path / "run" / "run.toml").write_text(spec.to_toml())
     done = flotilla("export", tmp_path / "run" / "checkpoints" / "step-00000001", "--output", tmp_path / "first")
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'first'} is complete\n"), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from services.trainer.attention import CoreAttention, causal_options, make_segments, rotate, should_pad, split_heads
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
+from services.trainer.context import ContextRank
 from services.trainer.packing import Pack, make_pack
 
 CPU = torch.device("cpu")
@@ -56,9 +58,12 @@ def test_a_sample_without_response_has_no_targets() -> None:
 
 def test_a_rank_without_rows_has_a_pack_that_nothing_looks_at() -> None:
     batch = make_batch([Row(1.0, 1)], (1,), MicroBatch(0, ()))
-    pack = make_pack(batch, batch.micro_batches[0], [], CPU, multiple=2)
-    assert (pack.tokens.tolist(), pack.segments.lengths) == ([[0, 0]], (2,))
-    assert [len(one) for one in (pack.places, pack.targets, pack.weights)] == [0, 0, 0]
+    whole = make_pack(batch, batch.micro_batches[0], [], CPU, multiple=2)
+    assert (whole.tokens.tolist(), whole.segments.lengths) == ([[0, 0]], (2,))
+    parts = [make_pack(batch, batch.micro_batches[0], [], CPU, 2, ContextRank(rank, 3)) for rank in range(3)]
+    assert [(one.tokens.tolist(), one.segments.lengths) for one in parts] == [([[0] * 4], (2, 2))] * 3
+    for pack in (whole, *parts):
+        assert [len(one) for one in (pack.places, pack.targets, pack.weights)] == [0, 0, 0]
 
 
 def reduce(packs: list[Pack], values: dict[int, float]) -> float:
@@ -168,3 +173,77 @@ def test_a_pack_is_filled_up_by_a_segment_that_nothing_looks_at(multiple: int) -
     assert filled.tokens[0].tolist() == plain.tokens[0].tolist() + [0] * missing
     assert filled.segments.lengths == plain.segments.lengths + ((missing,) if missing else ())
     assert torch.equal(filled.places, plain.places) and torch.equal(filled.weights, plain.weights)
+
+
+def test_a_context_parallel_pack_by_hand() -> None:
+    """5 and 3 tokens, filled up to 8 and 4; the ranks have chunks of 2 and of 1."""
+    samples = [
+        Sample((5, 6, 7), (8, 9, 10), (-0.1, -0.2, -0.3), (1, 0, 1)),
+        Sample((1, 2), (3, 4), (-0.4, -0.5), (1, 1)),
+    ]
+    batch = make_batch([Row(0.5, 1), Row(-2.0, 4)], (8,), MicroBatch(0, (0, 1)))
+    first, second = (
+        make_pack(batch, batch.micro_batches[0], samples, CPU, context=ContextRank(rank, 2)) for rank in (0, 1)
+    )
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([[5, 6, 0, 0, 1, 0]], [[7, 8, 9, 0, 2, 3]])
+    assert first.position_ids.tolist() == [[0, 1, 6, 7, 0, 3]]
+    assert second.position_ids.tolist() == [[2, 3, 4, 5, 1, 2]]
+    assert (first.places.tolist(), second.places.tolist()) == ([], [0, 1, 2, 4, 5])
+    assert (first.targets.tolist(), second.targets.tolist()) == ([], [8, 9, 10, 3, 4])
+    assert second.rollout_log_probs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
+    for segments, key_lengths in ((first.segments, (2, 8, 1, 4)), (second.segments, (4, 6, 2, 3))):
+        assert segments.cu_seqlens_q.tolist() == [0, 8, 12]
+        assert (segments.lengths, segments.key_lengths) == ((2, 2, 1, 1), key_lengths)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_what_context_parallel_ranks_sum_is_the_sum_of_one_rank(size: int, multiple: int) -> None:
+    draw = random.Random(size)
+    for _ in range(20):
+        samples = []
+        for _ in range(draw.randint(1, 5)):
+            n = draw.randint(0, 12)
+            prompt, response = (1,) * draw.randint(1, 20), tuple(draw.choices(range(90), k=n))
+            mask = tuple(draw.choices((0, 1), k=n))
+            samples.append(Sample(prompt, response, tuple(draw.choices((-0.5, -0.25), k=n)), mask))
+        rows = [Row(draw.gauss(0, 1), draw.randint(1, 9)) for _ in samples]
+        batch = make_batch(rows, (4,), MicroBatch(0, tuple(range(len(samples)))))
+        pack = make_pack(batch, batch.micro_batches[0], samples, CPU, multiple)
+        parts = [
+            make_pack(batch, batch.micro_batches[0], samples, CPU, multiple, ContextRank(rank, size))
+            for rank in range(size)
+        ]
+        assert {part.tokens.shape[1] for part in parts} == {parts[0].tokens.shape[1]}
+        assert parts[0].tokens.shape[1] % multiple == 0
+        assert seen([pack]) == seen(parts)
+
+
+def seen(packs: list[Pack]) -> list[tuple[float, ...]]:
+    """All about each response token, and the token before it with its position, in no order."""
+    found = []
+    for pack in packs:
+        places = pack.places
+        columns = pack.targets, pack.mask, pack.weights, pack.advantages, pack.rollout_log_probs
+        before = pack.tokens[0, places], pack.position_ids[0, places]
+        found += zip(*(column.tolist() for column in (*columns, *before)), strict=True)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("lengths", [(4, 12, 8), (4,), (16, 4)])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_context_parallel_chunks_attend_to_the_segment_before_them(lengths: tuple[int, ...], key_heads: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(sum(lengths), n, 8, generator=draw) for n in (4, key_heads, key_heads))
+    attention = CoreAttention.__new__(CoreAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale = None
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    expected = torch.cat([causal_attention(*part) for part in parts])
+    ranks = [ContextRank(rank, 2) for rank in (0, 1)]
+    gathered = torch.cat([one.places(lengths) for one in ranks])
+    for rank in ranks:
+        mine, segments = rank.places(lengths), make_segments(lengths, CPU, rank)
+        keys, values = (one[gathered][segments.key_rows] for one in (k, v))
+        found = attention(q[mine], keys, values, packed_seq_params=replace(segments, key_rows=None))
+        assert (found - expected[mine]).abs().max() < 1e-5

@@ -78,7 +78,8 @@ def _split(sample: SftSample) -> Sample:
     """As a rollout: the response begins with the first token that is learned."""
     first = sample.mask.index(1)
     tokens = tuple(sample.tokens)
-    return Sample(tokens[:first], tokens[first:], rollout_log_probs=(), loss_mask=tuple(sample.mask[first:]))
+    response, no_log_probs = tokens[first:], (0.0,) * (len(tokens) - first)
+    return Sample(tokens[:first], response, no_log_probs, loss_mask=tuple(sample.mask[first:]))
 
 
 def batch_digest(samples: Sequence[SftSample]) -> str:
