@@ -1,4 +1,4 @@
-"""Runs cases over several processes on gloo, all cases in one launch.
+"""Runs cases over several processes, on gloo or on a GPU each, all cases in one launch.
 
     python -m tests.MODULE RANK WORLD STORE_FILE CASES
 
@@ -8,6 +8,7 @@ CASES is JSON, a list of lists of arguments; of each the last is the layout, as 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ def run_ranks(module: str, world: int, cases: Sequence[Sequence[Any]], folder: P
         subprocess.Popen(
             [sys.executable, "-m", f"tests.{module}", str(rank), str(world), str(store), json.dumps(cases)],
             cwd=ROOT,
+            env={**os.environ, "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,7 +56,7 @@ def run_cases(check: Callable[..., None]) -> None:
     rank, world, store, cases = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
     torch.set_num_threads(1)
     file_store = dist.FileStore(store, world)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world)
+    dist.init_process_group(megatron.BACKEND, store=file_store, rank=rank, world_size=world)
     for case in cases:
         megatron.open_groups(1, ParallelSpec(**case[-1]))
         check(*case)

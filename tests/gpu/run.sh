@@ -26,7 +26,7 @@ if [ "$gpus" = 1 ]; then
   export CUDA_VISIBLE_DEVICES=0
   files=(tests/gpu/test_*.py)
 else
-  files=(tests/gpu/test_nccl_two_gpus.py tests/gpu/test_stack_gpu.py)
+  files=(tests/gpu/test_nccl_two_gpus.py tests/gpu/test_stack_gpu.py tests/gpu/test_trainer_two_gpus.py)
 fi
 
 # All files at once: together they take a fraction of a GPU's memory, and hardly its time.

@@ -19,6 +19,7 @@ from services.trainer import attention, log_probs, megatron
 from services.trainer.attention import CoreAttention, make_segments
 from services.trainer.batch import Batch, Sample
 from services.trainer.checkpoint import RunState, load, save
+from services.trainer.context import ContextRank
 from services.trainer.hf_mapping import hf_tensors, rules_of, to_hf
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import DEVICE
@@ -151,6 +152,24 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: Any) -> None:
     token_log_probs(hidden, weight, targets, 1.0).sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= 400e6, f"{peak / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("lengths", [(16, 700, 4, 128), (4,), (2048, 2048)], ids=str)
+def test_flash_attention_of_a_context_parallel_rank(lengths: tuple[int, ...], rank: int) -> None:
+    """Its chunks attend to their segments up to their own ends: rows of what one rank computes."""
+    total, context = sum(lengths), ContextRank(rank, 2)
+    query, key, value = (randn(total, n, 64, seed=n, dtype=torch.bfloat16) for n in (8, 4, 4))
+    core = CoreAttention.__new__(CoreAttention)
+    torch.nn.Module.__init__(core)
+    core.softmax_scale = None
+    whole = core._attend_flash(query, key, value, make_segments(lengths, DEVICE))
+    segments = make_segments(lengths, DEVICE, context)
+    assert segments.key_rows is not None
+    gathered = torch.cat([ContextRank(one, 2).places(lengths) for one in (0, 1)]).to(DEVICE)
+    keys, values = (one[gathered][segments.key_rows] for one in (key, value))
+    held = context.places(lengths).to(DEVICE)
+    assert_close(core._attend_flash(query[held], keys, values, segments), whole[held], BF16_BOUND)
 
 
 def packed_log_probs(learner: Learner, samples: list[Sample]) -> list[Tensor]:
