@@ -11,9 +11,9 @@ import torch
 
 from tests.tiny_models import save_model
 from tests.trainer_layouts import LOGITS, sequence
-from tests.trainer_ranks import run_ranks
+from tests.trainer_ranks import DEADLINE_S, run_ranks
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(3 * DEADLINE_S)]
 
 Case = tuple[str, dict[str, Any]]
 """Name of a checkpoint, and the layout."""

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import save_model
-from tests.trainer_ranks import run_ranks
+from tests.trainer_ranks import DEADLINE_S, run_ranks
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(3 * DEADLINE_S)]
 
 TENSOR, PIPELINE, EXPERT = {"tensor": 2}, {"pipeline": 2, "last_stage_layers": 1}, {"expert": 2}
 INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
 SAVED = {
-    "qwen3": {"data": {}, "tensor": TENSOR, "pipeline": PIPELINE},
+    "qwen3": {"data": {}, "tensor": TENSOR, "pipeline": PIPELINE, "context": {"context": 2, "overlap": True}},
     "qwen3_moe": {"expert": EXPERT},
     "deepseek_v3": {"expert": EXPERT, "pipeline": PIPELINE},
     "qwen3_deep": {"interleaved": INTERLEAVED},
@@ -37,7 +37,7 @@ FOUR = {
 """What four ranks load."""
 
 
-Cases = dict[str, dict[str, dict[str, int]]]
+Cases = dict[str, dict[str, dict[str, Any]]]
 
 
 def cases(folder: Path, layouts: Cases, *, save: bool = False) -> list[tuple[Any, ...]]:

@@ -159,7 +159,7 @@ def test_a_run_is_exported(models: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_one_line(models: Path, tmp_path: Path) -> None:
     convert = ("convert", "hf-to-torch-dist", "--hf", models / "qwen3", "--output", tmp_path / "torch_dist")
     for arguments, why in (
-        ((*convert, "--tensor", 2), "parallel: tensor x pipeline = 2 does not divide the 1 ranks"),
+        ((*convert, "--tensor", 2), "parallel: tensor x context x pipeline = 2 does not divide the 1 ranks"),
         (("export", tmp_path, "--output", tmp_path / "hf"), f"{tmp_path} belongs to no run"),
     ):
         done = flotilla(*arguments)
@@ -253,7 +253,7 @@ def test_damage_is_found(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "instant", ["saving._write", "saving._publish", "torch_dist._write_files", "torch_dist._publish"]
+    "instant", ["saving._write", "saving._publish", "torch_dist._write_files", "torch_dist.publish_hf"]
 )
 def test_killed_it_leaves_nothing_of_the_final_name(models: Path, tmp_path: Path, instant: str) -> None:
     script = f"""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.spec import SpecError, load_run
+from services.common.spec import ParallelSpec, SpecError, load_run
 
 MINIMAL = """
 run_id = "r"
@@ -70,7 +70,13 @@ def test_resolved_spec_reads_back_the_same(run_file, tmp_path):
 def test_digest_ignores_where_it_runs_but_not_what_it_computes(run_file):
     digest = load_run(run_file, environ={}).digest()
     assert load_run(run_file, ["redis.port=9999", "services.buffer.host=b"], {}).digest() == digest
+    assert load_run(run_file, ["parallel.recompute=full", "parallel.overlap=true"], {}).digest() == digest
     assert load_run(run_file, ["optimizer.lr=0.5"], {}).digest() != digest
+
+
+def test_micro_batches_come_in_multiples_of_an_interleaved_pipeline():
+    assert ParallelSpec(pipeline=4, virtual_stages=2).micro_batch_multiple == 4
+    assert ParallelSpec(pipeline=4).micro_batch_multiple == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.distributed as dist
 
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
@@ -150,10 +149,9 @@ class SftRun:
     def _finish(self) -> None:
         self._save()
         target = self._spec.run_dir / "hf"
+        export_hf(self._learner, self._spec.model.hf_checkpoint, target)
         if self._metrics is not None:
-            export_hf(self._learner, self._spec.model.hf_checkpoint, target)
             self._metrics.close()
-        dist.barrier()
         log.info("the run is complete", step=len(self._digests), hf_checkpoint=str(target))
 
 
