@@ -1,10 +1,10 @@
-"""Speed and memory of the trainer on one GPU: a Qwen3-0.6B shape with random weights, 16,384 tokens in a micro-batch.
+"""Speed and memory of the trainer on one GPU: a model's shape with random weights, 16,384 tokens in a micro-batch.
 
-    python -m benchmarks.gpu_trainer --out trainer.json [--profile]
+    python -m benchmarks.gpu_trainer --out trainer.json [--model deepseek-1b] [--profile]
 
 A step is forward, backward and optimizer over one pack, with the policy loss on every token. Memory is the peak above
-weights, gradients and optimizer state. MFU counts 6 FLOP for a parameter and token, and causal attention three times
-(forward once, backward twice), of 989 TFLOP/s.
+weights, gradients and optimizer state. MFU counts what services/trainer/flops.py does, three times (forward once,
+backward twice), of 989 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import QWEN3
+from benchmarks.models import DEEPSEEK_1B, QWEN3
 from benchmarks.records import need_gpus, table, write_record
 from services.common.spec import RunSpec
 from services.trainer import megatron
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
+from services.trainer.flops import forward_flops
 from services.trainer.model_config import read_config
 from services.trainer.report import Report
 from services.trainer.step import Learner
 
-MODEL = QWEN3["0.6b"]
+MODELS = {"qwen3-0.6b": QWEN3["0.6b"], "deepseek-1b": DEEPSEEK_1B}
 PACKINGS = {
     "8 x 2,048": [2048] * 8,
     "1 x 16,384": [16_384],
@@ -44,9 +45,9 @@ PEAK_FLOPS = 989e12
 WARM_STEPS = 3
 
 
-def make_learner(folder: Path) -> Learner:
+def make_learner(folder: Path, config: dict[str, Any]) -> Learner:
     """A model of random weights, and its optimizer."""
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps(config))
     rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "max_response_tokens": 1024}
     spec = RunSpec.model_validate(
         {
@@ -65,12 +66,12 @@ def make_learner(folder: Path) -> Learner:
     return learner
 
 
-def make_batch(lengths: list[int]) -> tuple[Batch, list[Sample]]:
+def make_batch(lengths: list[int], vocabulary: int) -> tuple[Batch, list[Sample]]:
     """One pack; a sample of n tokens in the pack has n response tokens."""
     draw = torch.Generator().manual_seed(0)
     samples = []
     for length in lengths:
-        tokens = torch.randint(0, MODEL["vocab_size"], (length + 1,), generator=draw).tolist()
+        tokens = torch.randint(0, vocabulary, (length + 1,), generator=draw).tolist()
         samples.append(Sample((tokens[0],), tuple(tokens[1:]), (-12.0,) * length, (1,) * length))
     rows = tuple(Row((-1.0) ** index, length) for index, length in enumerate(lengths))
     return Batch(0, "", rows, (len(rows),), (MicroBatch(0, tuple(range(len(rows)))),)), samples
@@ -81,7 +82,7 @@ class Steps:
 
     def __init__(self, learner: Learner, lengths: list[int]) -> None:
         self.learner = learner
-        self.batch, self.samples = make_batch(lengths)
+        self.batch, self.samples = make_batch(lengths, learner.model.vocabulary)
         self.packs = learner._packs_by_step(self.batch, self.samples)[0]
         self.items = list(zip(self.packs, learner._observe(self.packs, Report()), strict=True))
 
@@ -135,10 +136,8 @@ def measure(learner: Learner, name: str, count: int, base_bytes: int) -> dict[st
     torch.cuda.reset_peak_memory_stats()
     row = steps.medians(count)
     peak = torch.cuda.max_memory_allocated() - base_bytes
-    tokens, parameters = sum(lengths), sum(one.numel() for one in learner.chunks[0].parameters())
-    context = sum(length * length for length in lengths) / 2
-    heads = MODEL["num_attention_heads"] * MODEL["head_dim"]
-    flops = 6 * parameters * tokens + 12 * MODEL["num_hidden_layers"] * heads * context
+    tokens, forward = sum(lengths), forward_flops(learner.model)
+    flops = 3 * sum((forward.per_token + forward.per_token_squared * length) * length for length in lengths)
     return {
         "packing": name,
         "tok_s": tokens / row["step_ms"] * 1e3,
@@ -193,13 +192,14 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file for the figures, as JSON")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each row")
     parser.add_argument("--profile", action="store_true", help="also print kernels, idle time and waits of the host")
     options = parser.parse_args()
     need_gpus(parser)
     megatron.initialize(seed=1)
     with tempfile.TemporaryDirectory() as folder:
-        learner = make_learner(Path(folder))
+        learner = make_learner(Path(folder), MODELS[options.model])
     base_bytes = torch.cuda.memory_allocated()
     rows = [measure(learner, name, options.steps, base_bytes) for name in PACKINGS]
     print(table(rows), f"\nweights, gradients and optimizer state: {base_bytes / 1e9:.1f} GB", flush=True)
@@ -207,7 +207,7 @@ def main() -> None:
         steps = Steps(learner, PACKINGS["8 x 2,048"])
         print_profile(steps)
         print_synchronisations(steps)
-    write_record(options.out, "trainer", rows)
+    write_record(options.out, f"trainer {options.model}", rows)
     megatron.destroy()
 
 

@@ -39,6 +39,43 @@ QWEN3: dict[str, dict[str, Any]] = {
 }
 
 
+DEEPSEEK_1B: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "moe_intermediate_size": 384,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "max_position_embeddings": 32_768,
+    "vocab_size": 32_768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""DeepSeek-V3 in small: 1.0 billion parameters, 0.25 of them active for a token."""
+
+
 def qwen3_linears(size: str) -> list[tuple[int, int]]:
     """Shapes of the matrices of all decoder layers, rows first."""
     config = QWEN3[size]
