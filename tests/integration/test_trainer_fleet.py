@@ -50,18 +50,31 @@ async def whole_run(
         yield stage
 
 
-async def test_a_fleet_does_what_one_rank_does(whole_run: Stage, alone: Stage) -> None:
-    peers = whole_run.peers
-    assert peers.acked == [(1, batch) for batch in range(STEPS)]
-    assert peers.published == [(1, step) for step in range(STEPS + 1)]
-    assert [step for step, _ in peers.commits] == [2, 4]
-    for found, expected in zip(whole_run.rows(), alone.rows(), strict=True):
+def assert_as_alone(stage: Stage, alone: Stage) -> None:
+    """The same steps, published and committed, with the same metrics and weights but for rounding."""
+    assert stage.peers.acked == [(1, batch) for batch in range(STEPS)]
+    assert stage.peers.published == [(1, step) for step in range(STEPS + 1)]
+    assert [step for step, _ in stage.peers.commits] == [2, 4]
+    for found, expected in zip(stage.rows(), alone.rows(), strict=True):
         for name in ("train/loss", "train/grad_norm", "train/entropy", "train/ppo_kl", "train/log_prob_gap_mean"):
             assert math.isclose(found[name], expected[name], rel_tol=1e-4, abs_tol=1e-5), name
     exported = alone.exported()
-    for name, tensor in whole_run.exported().items():
+    for name, tensor in stage.exported().items():
         assert torch.allclose(tensor, exported[name], atol=1e-4), name
+
+
+async def test_a_fleet_does_what_one_rank_does(whole_run: Stage, alone: Stage) -> None:
+    assert_as_alone(whole_run, alone)
     assert not any(memory.exists() for memory in whole_run.shared_memory)
+
+
+async def test_so_do_ranks_that_share_the_tokens_of_every_sample(model: Path, alone: Stage, tmp_path: Path) -> None:
+    parallel = {"context": 2, "overlap": True}
+    async with make_stage("fleet-context", model, tmp_path, 2, parallel=parallel) as stage:
+        for code, errors in await finish_all(await stage.start_all()):
+            assert code == 0, errors[-4000:]
+        assert_as_alone(stage, alone)
+        assert {(one.data_parallel_size, one.context_parallel_size) for one in stage.peers.leases} == {(1, 2)}
 
 
 async def test_every_tensor_is_shared_by_one_rank(whole_run: Stage) -> None:

@@ -94,7 +94,8 @@ async def test_metrics_of_a_run(whole_run: Stage) -> None:
         assert row["rollout/packing_efficiency"] == 0.75
         assert row["train/skipped_steps"] == 0
         assert row["train/log_prob_gap_max"] > row["train/log_prob_gap_mean"] > 0
-        assert (row["time/save_seconds"] > 0) == (row["step"] == 3), "the checkpoint of step 2"
+    saving = [row["time/save_seconds"] > 0 for row in rows]
+    assert saving[:3] == [False, False, True], "the checkpoint of step 2, which may be final only in step 4"
     assert list((whole_run.spec.run_dir / "tensorboard").iterdir())
 
 
@@ -102,6 +103,11 @@ async def test_a_killed_trainer_goes_on_where_the_checkpoint_is(whole_run: Stage
     """Killed after batch 2 is acknowledged, with a checkpoint of step 2: it trains batch 2 again, bitwise alike."""
     async with make_stage("trainer-killed", model, tmp_path) as stage:
         first = await stage.start()
+        await stage.peers.until(lambda: (1, 1) in stage.peers.acked)
+        stage.peers.hold_batches = True
+        await stage.peers.until(lambda: stage.peers.commits)
+        stage.peers.hold_batches = False
+        await stage.peers.tell()
         await stage.peers.until(lambda: (1, 2) in stage.peers.acked)
         first.kill()
         await finish(first)
@@ -132,7 +138,8 @@ async def test_a_trainer_killed_at_every_kill_point_ends_bitwise_alike(
         code, errors = await finish(await stage.start(FLOTILLA_KILL_POINTS=str(kill_points)))
         assert code == 0, errors[-4000:]
         assert [step for step, _, _ in peers.epochs] == [0, 0, 0, 2, 4]
-        assert peers.acked == [(2, 0), (3, 0), (3, 1), (4, 2), (4, 3)]
+        assert peers.acked[:3] == [(2, 0), (3, 0), (3, 1)], "training goes on while a checkpoint is written"
+        assert peers.acked[-2:] == [(4, 2), (4, 3)]
         assert peers.commits == [(4, str(root / "step-00000004"))], "BeginEpoch commits the one before"
         assert_same(stage.exported(), whole_run.exported())
 
