@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from flotilla.buffer.v1 import buffer_pb2
 from flotilla.common.v1 import common_pb2
@@ -49,9 +51,12 @@ from services.trainer.report import Metrics, Report, train_metrics
 
 EVALUATION_MARGIN_S = 60.0
 """Beyond the deadline of an evaluation, for the buffer to end it."""
+SAVE_POLL_S = 0.5
+"""How soon a checkpoint that has been written is seen."""
 STRAGGLING = 1.5
 """A rank that takes so much longer than the mean is named."""
 
+R = TypeVar("R")
 log = get_logger(__name__)
 
 
@@ -123,9 +128,8 @@ class TrainingRun:
         """The next batch and the seconds waited for it; None when the run is complete or was ended."""
         begun, flops = time.monotonic(), forward_flops(self._rank.learner.model)
         while True:
-            await self._finish_save(wait=False)
             self._control.phase = Phase.WAITING
-            answer = await self._buffer.lease_batch(self._control.run_epoch, flops)
+            answer = await self._saving_beside(self._buffer.lease_batch(self._control.run_epoch, flops))
             waited = time.monotonic() - begun
             if answer.commit_requested and self._control.committed_step < self._control.step:
                 await self._save()
@@ -134,6 +138,17 @@ class TrainingRun:
                 return answer.manifest, waited
             if answer.run_complete or await self._buffer.is_stopped():
                 return None
+
+    async def _saving_beside(self, wait: Coroutine[Any, Any, R]) -> R:
+        """Wait, and commit a checkpoint meanwhile, as soon as it has been written."""
+        waiting = asyncio.create_task(wait)
+        try:
+            while not waiting.done():
+                await self._finish_save(wait=False)
+                await asyncio.wait({waiting}, timeout=SAVE_POLL_S)
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     async def _obey(self) -> None:
         """Between steps: save if somebody asked, and stay while paused."""
