@@ -53,7 +53,7 @@ def test_the_trainer_at_the_worst_moments(tmp_path: Path) -> None:
             return bool(rows := stack.rows()) and (checkpoints / f".unfinished-step-{rows[-1]['step']:08d}").is_dir()
 
         def is_training() -> bool:
-            return stack.statusz("trainer").get("phase") == "TRAINING"
+            return stack.statusz("trainer").get("doing", "").startswith(("log-probs", "training"))
 
         def waits_for_ack() -> bool:
             return stack.waits_for("trainer", "note a trained batch")
@@ -76,7 +76,8 @@ def test_the_trainer_at_the_worst_moments(tmp_path: Path) -> None:
         stack.until(is_saving, RECOVERY_S, "a checkpoint is being written")
         stack.kill("buffer")
         stack.until(lambda: stack.waits_for("trainer", "to commit"), RECOVERY_S, "the trainer commits to nobody")
-        assert max(checkpoints.glob("step-*")).name == f"step-{stack.rows()[-1]['step']:08d}", "final on disk"
+        newest = int(max(checkpoints.glob("step-*")).name.removeprefix("step-"))
+        assert newest >= stack.rows()[-1]["step"] - 1, "final on disk; a step may have been trained beside it"
         stack.kill("trainer")
         print(as_table(recoveries))
         check_end(stack)
