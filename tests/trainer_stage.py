@@ -118,7 +118,10 @@ async def make_stage(run_id: str, model: Path, tmp_path: Path, ranks: int = 1, *
     agents = [peers, *(Peers(num_rollout=STEPS) for _ in range(1, ranks))]
     servers = await serve_peers(peers, at)
     servers += [await serve_agent(agents[rank], at[f"a{rank}"]) for rank in range(1, ranks)]
+    stage = Stage(spec_file, load_run(spec_file), peers, agents)
     try:
-        yield Stage(spec_file, load_run(spec_file), peers, agents)
+        yield stage
     finally:
+        for memory in stage.shared_memory:  # of ranks that were killed
+            memory.unlink(missing_ok=True)
         await asyncio.gather(*(server.stop(None) for server in servers))
