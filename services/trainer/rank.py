@@ -24,7 +24,7 @@ from services.trainer.export import export_hf, share_weights, shared_memory_path
 from services.trainer.exporter import Exporter
 from services.trainer.model_config import read_config
 from services.trainer.progress import Progress
-from services.trainer.ranks import on_first_rank
+from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.replica import Replica
 from services.trainer.saving import Saving
 from services.trainer.step import Learner
@@ -66,7 +66,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
             )
         self.progress.begin("meeting the other ranks")
         with self._host.board.waiting("the other ranks of the trainer"):
-            self.fleet_id = await self._worker.run(self._open)
+            await self._worker.run(self._open)
         self.progress.begin(IDLE)
 
     async def follow(self) -> None:
@@ -77,12 +77,12 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
         ranks = {0: rank_pb2_grpc.TrainerRankServiceStub(leader)}
         await watch(self._spec.run_id, self.fleet_id, ranks, self._spec.trainer.hang_timeout_s)
 
-    def _open(self) -> str:
-        """Returns the name of the fleet, drawn anew whenever the ranks meet."""
+    def _open(self) -> None:
         megatron.initialize(self._spec.trainer.seed, self._spec.parallel)
         self._replica = Replica()
         self.learner = Learner(self._spec, read_config(self._spec.model.hf_checkpoint), self.progress)
-        return on_first_rank(new_request_id)
+        self.fleet_id = on_first_rank(new_request_id)  # drawn anew whenever the ranks meet
+        all_ranks(self.fleet_id)  # rank 0 asks nothing of a rank that does not know it yet
 
     async def close(self) -> None:
         """Leave nothing behind but the files of the run; nor what a life before was killed with."""
