@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.records import table
 from services.common.schedule import Layout, make_schedule
-from services.common.sft_spec import SftSpec
+from services.common.spec.sft import SftSpec
 from services.trainer import megatron
 from services.trainer.batch import Batch, MicroBatch, Row, Sample
 from services.trainer.model_config import read_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from services.common.sft_spec import SftSpec, load_sft
+from services.common.spec.sft import SftSpec, load_sft
 from services.trainer.sft.data import SftData, load_data
 from tests.tiny_models import VOCABULARY
 

@@ -11,8 +11,8 @@ import typer
 from services.cli.loading import EXIT_INTERRUPTED, loading
 from services.cli.run_argument import Overrides, refuse
 from services.common.errors import FailedPrecondition
-from services.common.sft_spec import SPEC_FILE, SftSpec, load_sft
 from services.common.spec import SpecError, make_spec
+from services.common.spec.sft import SPEC_FILE, SftSpec, load_sft
 
 EVALUATION_BATCH = 64
 """Samples at a time; what a micro-batch holds is `trainer.max_tokens_per_micro_batch`."""

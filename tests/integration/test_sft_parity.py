@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.sft_spec import SftSpec
+from services.common.spec.sft import SftSpec
 from services.trainer import megatron
 from services.trainer.model_config import read_config
 from services.trainer.sft.run import batch_layout

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from services.cli.main import app
 from services.common.kill_points import VARIABLE
-from services.common.sft_spec import load_sft
+from services.common.spec.sft import load_sft
 from services.trainer.sft.evaluation import evaluate
 from services.trainer.sft.run import SFT_METRICS
 from tests.conftest import free_ports

@@ -16,8 +16,8 @@ import pytest
 from pyarrow import Table, parquet
 
 from services.common.schedule import Layout
-from services.common.sft_spec import SftDataSpec, SftSpec, load_sft
 from services.common.spec import SpecError
+from services.common.spec.sft import SftDataSpec, SftSpec, load_sft
 from services.common.tokenizers import load_tokenizer
 from services.trainer.sft.data import SftData, load_data
 from services.trainer.sft.samples import SftSample, make_batch, make_sample

@@ -75,7 +75,9 @@ _RULES = (
     _grader(ifbench),
 )
 GRADERS = {one.name: one for one in _RULES}
-assert set(GRADERS) == set(BUILT_IN_GRADERS), "a run spec is checked against the names in services/common/spec.py"
+assert set(GRADERS) == set(BUILT_IN_GRADERS), (
+    "a run spec is checked against the names in services/common/spec/reward.py"
+)
 
 READ_THE_WHOLE_TEXT = {"f1", "ifbench"}
 """Rules that do not look for a box of their own; to the others the prefix makes no difference."""

@@ -10,8 +10,8 @@ import sys
 from services.common.errors import FailedPrecondition
 from services.common.logs import get_logger, setup_logging
 from services.common.service import EXIT_BAD_INPUT, load_spec_or_exit, service_parser
-from services.common.sft_spec import SftSpec, load_sft
 from services.common.spec import SpecError
+from services.common.spec.sft import SftSpec, load_sft
 from services.trainer.megatron import hush
 from services.trainer.sft.run import train
 

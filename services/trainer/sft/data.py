@@ -9,8 +9,8 @@ from typing import Any
 
 from services.common.order import place_at
 from services.common.rows import field_of, read_objects
-from services.common.sft_spec import SftDataSpec, SftSpec
 from services.common.spec import SpecError
+from services.common.spec.sft import SftDataSpec, SftSpec
 from services.common.tokenizers import load_tokenizer, stop_token_ids
 from services.trainer.sft.samples import SftSample, make_sample
 from services.trainer.sft.turns import STEP_LOSS_MASK, Message, tokenise_conversation

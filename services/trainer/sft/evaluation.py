@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.sft_spec import SftSpec
+from services.common.spec.sft import SftSpec
 from services.trainer import checkpoint, megatron
 from services.trainer.loading import CheckpointError
 from services.trainer.model_config import read_config

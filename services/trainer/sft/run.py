@@ -18,8 +18,8 @@ import torch
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
 from services.common.schedule import Layout
-from services.common.sft_spec import SPEC_FILE, SftSpec
 from services.common.spec import SpecError
+from services.common.spec.sft import SPEC_FILE, SftSpec
 from services.trainer import checkpoint, megatron
 from services.trainer.checkpoint import RunState
 from services.trainer.export import export_hf

@@ -9,7 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.common.spec import Strict, TrainingSpec, read_spec, resolved_table
+from services.common.spec.base import Strict
+from services.common.spec.reading import read_spec, resolved_table
+from services.common.spec.training import TrainingSpec
 
 SPEC_FILE = "sft.toml"
 """In the directory of a run: its resolved spec."""
