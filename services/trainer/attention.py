@@ -155,6 +155,8 @@ class CoreAttention(MegatronModule):
         """Padding stands right of each segment, where the causal mask hides it from every real token."""
         rows, batch = segments.padded_rows, (len(segments.lengths), segments.max_seqlen_q)
         assert rows is not None
+        if len(rows) == batch[0] * batch[1]:
+            return self._attend(*(x.unflatten(0, batch) for x in (query, key, value))).flatten(0, 1)
 
         def pad(x: Tensor) -> Tensor:
             return x.new_zeros(batch[0] * batch[1], *x.shape[1:]).index_copy(0, rows, x).unflatten(0, batch)

@@ -17,17 +17,17 @@ from torch import Tensor
 from services.trainer import loss
 from services.trainer.fusion import fused
 
-CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
+CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 22}
 """Size of the logits of one chunk. On CUDA large enough for the matrix product to be at full speed; on the CPU, where
-nothing is fused, several copies of it live at once."""
-ROW_MULTIPLE = 128
-"""Rows of a tile of the matrix product."""
+nothing is fused, small enough for the caches."""
+TILE_ROWS = 128
+"""Rows of a tile of the matrix product, which a chunk has at least."""
 
 
 def chunk_rows(vocabulary: int, element_bytes: int, device: str) -> int:
-    """Tokens in one chunk, at least 1."""
-    rows = CHUNK_BYTES[device] // (vocabulary * element_bytes)
-    return max(1, rows // ROW_MULTIPLE * ROW_MULTIPLE or rows)
+    """Tokens in one chunk."""
+    tiles = CHUNK_BYTES[device] // (TILE_ROWS * vocabulary * element_bytes)
+    return max(1, tiles) * TILE_ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from services.common.spec import ParallelSpec
 from services.trainer.attention import CoreAttention, RotarySelfAttention
+from services.trainer.latent_attention import RotaryLatentAttention
 from services.trainer.layout import check_layout
-from services.trainer.mcore_fixes import LatentSelfAttention
 from services.trainer.megatron import (
     DEVICE,
     HAVE_TE,
@@ -69,19 +69,29 @@ class PolicyModel(GPTModel):
         packed_seq_params: Any = None,
         padding_mask: Any = None,
     ) -> tuple[Any, ...]:
-        """Cosines and sines of the rotary angles for each token of the pack, `[T, 1, 1, D]`, once for all layers.
-
-        None with latent attention, whose layers have their own.
-        """
-        hidden, angles, *rest = super()._preprocess(
+        """Cosines and sines of the rotary angles for each token of the pack, `[T, 1, 1, D]`, once for all layers."""
+        found: Any = super()._preprocess(
             input_ids, position_ids, decoder_input, inference_context, packed_seq_params, padding_mask
         )
-        if angles is None:
-            return hidden, None, *rest
+        hidden, angles, *rest = found
+        scale = 1.0
+        if self.config.multi_latent_attention:
+            angles, scale = self._latent_angles(hidden, packed_seq_params)
         if packed_seq_params is not None:
             angles = angles[position_ids.flatten()]
         dtype = self.config.params_dtype
-        return hidden, (angles.cos().to(dtype), angles.sin().to(dtype)), *rest
+        return hidden, ((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)), *rest
+
+    def _latent_angles(self, hidden: Tensor, packed_seq_params: Any) -> tuple[Tensor, float]:
+        """Angles of every position `[L, 1, 1, D]`, and by what cosines and sines are multiplied (YaRN).
+
+        Megatron has them in each layer with latent attention, all the same.
+        """
+        layer: Any = self.decoder.layers[0]
+        rotary = layer.self_attention.rotary_pos_emb
+        length = rotary.get_rotary_seq_len(None, self.decoder, hidden, self.config, packed_seq_params)
+        found = rotary(length, packed_seq=packed_seq_params is not None)
+        return found if isinstance(found, tuple) else (found, 1.0)
 
 
 def transformer_config(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec) -> TransformerConfig:
@@ -226,7 +236,7 @@ def _attention_spec(config: TransformerConfig) -> ModuleSpec:
 
 def _latent_attention_spec(config: MLATransformerConfig) -> ModuleSpec:
     return ModuleSpec(
-        module=LatentSelfAttention,
+        module=RotaryLatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,

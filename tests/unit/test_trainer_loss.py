@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer import log_probs, loss
-from services.trainer.log_probs import chunk_rows, token_log_probs, token_log_probs_and_entropy
+from services.trainer.log_probs import TILE_ROWS, chunk_rows, token_log_probs, token_log_probs_and_entropy
 
 TOKENS, HIDDEN, VOCABULARY = 23, 16, 13
 CHUNKS = [1, 5, 23, 100]
@@ -81,12 +81,12 @@ def test_no_tokens() -> None:
     assert [len(one) for one in token_log_probs_and_entropy(hidden, weight, targets, 1.0)] == [0, 0]
 
 
-def test_chunks_fit_their_budget() -> None:
+def test_chunks_fit_their_budget_or_are_one_tile() -> None:
     for device, budget in log_probs.CHUNK_BYTES.items():
-        rows = chunk_rows(151_936, 2, device)
-        assert rows * 151_936 * 2 <= budget < (rows + 256) * 151_936 * 2
-    assert chunk_rows(151_936, 2, "cuda") % log_probs.ROW_MULTIPLE == 0
-    assert chunk_rows(1 << 40, 4, "cpu") == 1
+        rows = chunk_rows(4096, 4, device)
+        assert rows % TILE_ROWS == 0
+        assert rows * 4096 * 4 <= budget < (rows + TILE_ROWS) * 4096 * 4
+        assert chunk_rows(1 << 40, 4, device) == TILE_ROWS
 
 
 def test_bfloat16_logits_are_scaled_in_float32() -> None:
