@@ -3,7 +3,9 @@
     python -m benchmarks.packing
 
 Batches of 1,024 samples whose lengths are log-normal between 200 and 32,768 tokens (median 4,000, sigma 1), ten seeds.
-Slots are what the micro-batches hold; imbalance is the work, in FLOPs, of the most loaded rank over the mean.
+Slots are what the micro-batches hold; possible is what any schedule could use of them at most, with as many
+micro-batches on every rank as there are tokens for. Imbalance is the work, in FLOPs, of the most loaded rank over the
+mean.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -41,6 +44,12 @@ def draw_lengths(seed: int) -> list[int]:
     return [min(LONGEST, max(SHORTEST, one)) for one in drawn]
 
 
+def possible(lengths: Sequence[int], steps: int, data: int, capacity: int) -> float:
+    """Tokens over the slots of as few micro-batches as could hold them, were samples divisible."""
+    per_step = [sum(lengths[at * SAMPLES // steps : (at + 1) * SAMPLES // steps]) for at in range(steps)]
+    return sum(lengths) / sum(-(-one // (data * capacity)) * data * capacity for one in per_step)
+
+
 def schedule(model: str, steps: int, data: int, context: int, tokens: int, seed: int) -> ScheduleStats:
     """The quality of one batch's schedule."""
     with tempfile.TemporaryDirectory() as folder:
@@ -55,12 +64,14 @@ def measure(model: str, steps: int, data: int, context: int, tokens: int) -> Row
     """One row: means over seeds, and the worst."""
     found = [schedule(model, steps, data, context, tokens, seed) for seed in range(SEEDS)]
     filled, spread = [one.packing_efficiency for one in found], [one.imbalance - 1 for one in found]
+    bounds = [possible(draw_lengths(seed), steps, data, tokens * context) for seed in range(SEEDS)]
     return {
         "model": model,
         "optimizer steps": steps,
         "data x context ranks": f"{data} x {context}",
         "tokens on a GPU": f"{tokens:,}",
         "slots used, %": f"{100 * fmean(filled):.1f} ({100 * min(filled):.1f})",
+        "possible, %": f"{100 * fmean(bounds):.1f} ({100 * min(bounds):.1f})",
         "imbalance, %": f"{100 * fmean(spread):.1f} ({100 * max(spread):.1f})",
     }
 
