@@ -20,7 +20,6 @@ from services.trainer.attention import CoreAttention, make_segments
 from services.trainer.batch import Batch, Sample
 from services.trainer.checkpoint import RunState, load, save
 from services.trainer.context import ContextRank
-from services.trainer.experts import GroupedExperts
 from services.trainer.hf_mapping import hf_tensors, rules_of, to_hf
 from services.trainer.layout import by_expert
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
@@ -29,6 +28,7 @@ from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
 from services.trainer.report import Report
 from services.trainer.step import Learner
+from tests.expert_cases import COUNTS, make_experts, one_by_one
 from tests.tiny_models import save_model
 from tests.trainer_cases import make_batch, make_samples, make_spec, train
 
@@ -124,47 +124,32 @@ def poison(*shapes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("hidden", "columns"), [(128, 48), (1024, 384), (264, 200)], ids=str)
-@pytest.mark.parametrize(
-    "counts",
-    [(64,) * 16, (0, 700, 1, 0, 0, 65, 3, 2000, 0), (0, 0, 5), (1,), (0,) * 4, (37, 0) * 128],
-    ids=["even", "uneven", "few", "one row", "none", "many experts"],
-)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_grouped_experts_are_experts_one_by_one(
     counts: tuple[int, ...], hidden: int, columns: int, dtype: torch.dtype
 ) -> None:
     """Output and all gradients; those of an expert without tokens are zeros."""
-    total, number = sum(counts), len(counts)
-    experts = GroupedExperts.__new__(GroupedExperts)
-    torch.nn.Module.__init__(experts)
-    shapes = (number, 2 * columns, hidden), (number, hidden, columns)
-    gate_up, down = (randn(*shape, seed=i, dtype=dtype) / shape[2] ** 0.5 for i, shape in enumerate(shapes))
-    experts.linear_fc1, experts.linear_fc2 = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
+    total = sum(counts)
+    experts = make_experts(len(counts), hidden, columns, dtype)
     rows = randn(total, hidden, seed=3, dtype=dtype).requires_grad_()
     scores = randn(total, seed=4).sigmoid().requires_grad_()
     inputs = [rows, scores, experts.linear_fc1, experts.linear_fc2]
     poison((total, 2 * columns), (total, hidden))
     out, bias = experts(rows, torch.tensor(counts, device=DEVICE), scores)
     assert bias is None and out.dtype == dtype and out.shape == (total, hidden)
-    poison(*shapes)
+    poison(experts.linear_fc1.shape, experts.linear_fc2.shape)
     found = gradients_of([out], inputs)
-    exact = [one.detach().float().requires_grad_() for one in inputs]
-    mine = zip(exact[0].split(counts), exact[1].split(counts), exact[2], exact[3], strict=True)
-    expected = torch.cat([expert_output(*one) for one in mine])
-    bound = 1e-4 if dtype == torch.float32 else BF16_BOUND
-    if total:
-        assert_close(out, expected, bound, "output")
-        for name, ours, theirs in zip(
-            ("rows", "scores", "fc1", "fc2"), found, gradients_of([expected], exact), strict=True
-        ):
-            assert_close(ours, theirs, bound, name)
     idle = [at for at, count in enumerate(counts) if not count]
     assert not any(one[idle].count_nonzero() for one in found[2:])
-
-
-def expert_output(rows: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Of one expert, by the formula."""
-    gate, up = (rows @ half.T for half in gate_up.chunk(2))
-    return (gate * gate.sigmoid() * up * scores[:, None]) @ down.T
+    if not total:
+        return
+    exact = [one.detach().float().requires_grad_() for one in inputs]
+    expected = one_by_one(*exact, counts=counts)
+    bound = 1e-4 if dtype == torch.float32 else BF16_BOUND
+    assert_close(out, expected, bound, "output")
+    pairs = zip(("rows", "scores", "fc1", "fc2"), found, gradients_of([expected], exact), strict=True)
+    for name, ours, theirs in pairs:
+        assert_close(ours, theirs, bound, name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
