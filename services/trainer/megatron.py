@@ -50,7 +50,10 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -116,6 +119,7 @@ __all__ = [
     "is_main_replica",
     "nested_values",
     "parallel_state",
+    "reduce_scatter_to_sequence_parallel_region",
 ]
 
 

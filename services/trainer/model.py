@@ -11,7 +11,8 @@ from torch import Tensor
 
 from services.common.spec import ParallelSpec
 from services.trainer.attention import CoreAttention, RotarySelfAttention
-from services.trainer.experts import ExpertLayer, GroupedExperts
+from services.trainer.dispatch import ExpertLayer
+from services.trainer.experts import GroupedExperts
 from services.trainer.layout import check_layout
 from services.trainer.mcore_fixes import LatentSelfAttention
 from services.trainer.megatron import (

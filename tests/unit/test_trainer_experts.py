@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from services.common.spec import ParallelSpec
-from services.trainer.experts import _Collect, _Spread
+from services.trainer.dispatch import Order
 from services.trainer.layout import by_expert, check_layout
 from services.trainer.megatron import DEVICE
 from services.trainer.model_config import ModelError, read_config
@@ -36,15 +35,15 @@ def test_grouped_experts_are_experts_one_by_one(counts: tuple[int, ...]) -> None
 def test_tokens_go_to_their_experts_and_back() -> None:
     """Token 0 to the first and third expert, token 1 to the second and third, token 2 to the first two."""
     rows = torch.tensor([0, 2, 1, 2, 0, 1])
-    places = rows.argsort(stable=True).view(3, 2)
+    order = Order(rows, 3)
     tokens = torch.arange(6, dtype=torch.float64).view(3, 2).requires_grad_()
-    spread: Any = _Spread.apply(tokens, rows, places)
+    spread = order.spread(tokens)
     assert torch.equal(spread, tokens[rows])
     weights = torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=torch.float64)[:, None]
-    back: Any = _Collect.apply(spread * weights, rows, places)
-    assert torch.equal(back, tokens * torch.tensor([[6.0], [9.0], [6.0]], dtype=torch.float64))
-    for function, inside in ((_Spread, tokens), (_Collect, spread.detach().requires_grad_())):
-        assert torch.autograd.gradcheck(lambda x, of=function: of.apply(x, rows, places), inside)
+    sums = torch.tensor([[6.0], [9.0], [6.0]], dtype=torch.float64)
+    assert torch.equal(order.collect(spread * weights), tokens * sums)
+    assert torch.autograd.gradcheck(order.spread, tokens)
+    assert torch.autograd.gradcheck(order.collect, spread.detach().requires_grad_())
 
 
 def test_a_stack_is_taken_apart_by_name() -> None:
