@@ -116,7 +116,12 @@ def global_name(name: str, config: TransformerConfig, virtual_stage: int | None)
 
 
 def by_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What is by name and shape a parameter, or a stack of several experts' matrices taken apart."""
+    """A parameter by its name, or a stack of experts' matrices taken apart, by names of each.
+
+    Args:
+        name: Of the parameter on this rank.
+        tensor: Itself, or what has its shape, such as its gradient.
+    """
     head, found, matrix = name.partition(".experts.")
     if not found:
         yield name, tensor
@@ -135,8 +140,8 @@ def cut_of(weight: Weight) -> Cut | None:
         group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return None
-    dim = getattr(weight.source, "partition_dim") - weight.source.ndim  # noqa: B009  Megatron adds it
-    return Cut(dim + weight.data.ndim, group.rank(), group.size(), group)
+    dim = getattr(weight.source, "partition_dim")  # noqa: B009  Megatron adds it
+    return Cut(dim - weight.source.ndim + weight.data.ndim, group.rank(), group.size(), group)
 
 
 @dataclass(frozen=True, slots=True)
