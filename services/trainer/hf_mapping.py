@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.trainer.layout import Cut, Owner, Owners, cut_of, gather, global_name
+from services.trainer.layout import Cut, Owner, Owners, Weight, by_expert, cut_of, gather, global_name
 from services.trainer.model import PolicyModel
 from services.trainer.model_config import Experts, ModelConfig, ModelError
 
@@ -124,12 +124,13 @@ def _expert_rules(experts: Experts) -> tuple[Rule, ...]:
     return _ROUTER + bias + each + (_SHARED_EXPERT if experts.shared_ffn_hidden else ())
 
 
-def weights_of(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """All that a checkpoint holds, by global Megatron name: parameters, and the routers' biases, which are buffers."""
+def weights_of(chunks: Sequence[PolicyModel]) -> Iterator[Weight]:
+    """All that a checkpoint holds, detached: parameters, each expert's for itself, and the routers' biases."""
     for chunk in chunks:
         biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
-        for name, weight in chain(chunk.named_parameters(), biases):
-            yield global_name(name, chunk.config, chunk.vp_stage), weight
+        for name, source in chain(chunk.named_parameters(), biases):
+            for one, data in by_expert(name, source.detach()):
+                yield Weight(global_name(one, chunk.config, chunk.vp_stage), data, source)
 
 
 def to_megatron(rule: Rule, tensors: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -168,13 +169,13 @@ def hf_tensors(chunks: Sequence[PolicyModel], model: ModelConfig) -> Iterator[tu
     of which a last stage has a copy, comes from the first stage.
     """
     rules, owners = rules_of(model), Owners()
-    for name, weight in weights_of(chunks):
-        if name == _OUTPUT and model.tied_embeddings:
+    for weight in weights_of(chunks):
+        if weight.name == _OUTPUT and model.tied_embeddings:
             continue
-        owner = owners.assign(name, weight.nbytes)
-        whole = _whole(rules[name], weight.detach(), cut_of(name, weight), owner) if owner else None
+        rule, owner = rules[weight.name], owners.assign(weight.name, weight.data.nbytes)
+        whole = _whole(rule, weight.data, cut_of(weight), owner) if owner else None
         if whole is not None:
-            yield from zip(rules[name].hf, to_hf(rules[name], whole, model), strict=True)
+            yield from zip(rule.hf, to_hf(rule, whole, model), strict=True)
 
 
 def _whole(rule: Rule, part: Tensor, cut: Cut | None, owner: Owner) -> Tensor | None:
@@ -195,17 +196,17 @@ def load_hf(chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path)
     files = find_tensors(checkpoint)
     rules = rules_of(model)
     check_names(set(files), model, checkpoint)
-    for name, weight in weights_of(chunks):
-        rule, cut = rules[name], cut_of(name, weight)
+    for weight in weights_of(chunks):
+        rule, cut = rules[weight.name], cut_of(weight)
         full = to_megatron(rule, [_read(files[one], one) for one in rule.hf], model)
-        expected = list(weight.shape)
+        expected = list(weight.data.shape)
         if cut is not None:
             expected[cut.dim] *= cut.size
         if list(full.shape) != expected:
             raise ModelError(
                 f"{files[rule.hf[0]]}: {', '.join(rule.hf)} make {list(full.shape)}, but config.json says {expected}"
             )
-        weight.copy_(full if cut is None else shard(rule, full, cut.dim, cut.rank, cut.size))
+        weight.data.copy_(full if cut is None else shard(rule, full, cut.dim, cut.rank, cut.size))
 
 
 def check_names(found: set[str], model: ModelConfig, checkpoint: Path) -> None:

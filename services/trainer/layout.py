@@ -6,6 +6,7 @@ Megatron's groups, in its default order from neighbours outwards: tensor, contex
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,22 @@ from services.trainer.log_probs import WHOLE, Part
 from services.trainer.megatron import TransformerConfig, get_transformer_layer_offset, parallel_state
 from services.trainer.model_config import ModelConfig, ModelError
 
+EXPERT_SIZE_MULTIPLE = 8
+"""Of what a row of an expert's matrices has on a rank."""
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What has a name of its own in a model: a parameter, one expert's matrix of a stack, or a router's bias."""
+
+    name: str
+    """Global, with the layer and expert numbers of the whole model."""
+    data: Tensor
+    """A view."""
+    source: Tensor
+    """Parameter or buffer that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +68,20 @@ def check_layout(model: ModelConfig, parallel: ParallelSpec) -> None:
         for what, count in counts.items():
             if count % size:
                 raise ModelError(f"parallel.{field} = {size} does not divide the {count} {what} of the model")
+    if experts:
+        _check_experts(model.hidden, experts.ffn_hidden, parallel.expert_tensor)
     _check_stages(model, parallel)
+
+
+def _check_experts(hidden: int, columns: int, ranks: int) -> None:
+    """A grouped matrix product wants rows of a multiple of 16 bytes: 8 numbers in bfloat16."""
+    if hidden % EXPERT_SIZE_MULTIPLE:
+        raise ModelError(f"hidden_size = {hidden}: with experts it must be a multiple of {EXPERT_SIZE_MULTIPLE}")
+    if columns % (EXPERT_SIZE_MULTIPLE * ranks):
+        raise ModelError(
+            f"moe_intermediate_size = {columns} on parallel.expert_tensor = {ranks}: the columns of an expert on a "
+            f"rank must be a multiple of {EXPERT_SIZE_MULTIPLE}"
+        )
 
 
 def _check_stages(model: ModelConfig, parallel: ParallelSpec) -> None:
@@ -87,17 +115,33 @@ def global_name(name: str, config: TransformerConfig, virtual_stage: int | None)
     return _EXPERT.sub(lambda found: f".local_experts.{int(found[1]) + expert_offset}.", name)
 
 
-def cut_of(name: str, weight: Tensor) -> Cut | None:
+def by_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter by its name, or a stack of experts' matrices taken apart, by names of each.
+
+    Args:
+        name: Of the parameter on this rank.
+        tensor: Itself, or what has its shape, such as its gradient.
+    """
+    head, found, matrix = name.partition(".experts.")
+    if not found:
+        yield name, tensor
+        return
+    for expert, part in enumerate(tensor):
+        yield f"{head}.experts.local_experts.{expert}.{matrix}.weight", part
+
+
+def cut_of(weight: Weight) -> Cut | None:
     """How a weight of this rank is cut; None if it is whole here."""
-    if not getattr(weight, "tensor_model_parallel", False):
+    if not getattr(weight.source, "tensor_model_parallel", False):
         return None
-    if _EXPERT.search(name):
+    if _EXPERT.search(weight.name):
         group: Any = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return None
-    return Cut(getattr(weight, "partition_dim"), group.rank(), group.size(), group)  # noqa: B009  Megatron adds it
+    dim = getattr(weight.source, "partition_dim")  # noqa: B009  Megatron adds it
+    return Cut(dim - weight.source.ndim + weight.data.ndim, group.rank(), group.size(), group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,20 +45,24 @@ with warnings.catch_warnings():
     )
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -81,11 +85,13 @@ __all__ = [
     "DistributedDataParallelConfig",
     "GPTModel",
     "IdentityOp",
-    "LocalSpecProvider",
     "MLASelfAttentionSubmodules",
     "MLATransformerConfig",
     "MLPSubmodules",
     "MegatronModule",
+    "MoEAlltoAllTokenDispatcher",
+    "MoELayer",
+    "MoESubmodules",
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
@@ -95,6 +101,7 @@ __all__ = [
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "SharedExpertMLP",
     "TEDotProductAttention",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -107,12 +114,12 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_megatron_optimizer",
-    "get_moe_module_spec_for_backend",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "is_main_replica",
     "nested_values",
     "parallel_state",
+    "reduce_scatter_to_sequence_parallel_region",
 ]
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from services.common.spec import ParallelSpec
 from services.trainer.attention import CoreAttention, RotarySelfAttention
+from services.trainer.dispatch import ExpertLayer
+from services.trainer.experts import GroupedExperts
 from services.trainer.latent_attention import RotaryLatentAttention
 from services.trainer.layout import check_layout
 from services.trainer.megatron import (
@@ -23,20 +25,20 @@ from services.trainer.megatron import (
     ColumnParallelLinear,
     GPTModel,
     IdentityOp,
-    LocalSpecProvider,
     MLASelfAttentionSubmodules,
     MLATransformerConfig,
     MLPSubmodules,
     ModuleSpec,
+    MoESubmodules,
     RowParallelLinear,
     SelfAttentionSubmodules,
+    SharedExpertMLP,
     TEDotProductAttention,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
     TransformerLayerSubmodules,
     get_bias_dropout_add,
-    get_moe_module_spec_for_backend,
     get_num_layers_to_build,
     get_transformer_layer_offset,
     group_sizes,
@@ -197,14 +199,15 @@ def _expert_options(experts: Experts, layers: int) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
     }
 
 
 def _layer_spec(config: TransformerConfig, *, experts: bool) -> ModuleSpec:
     add_residual: Any = get_bias_dropout_add
-    dense = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
+    linears = MLPSubmodules(ColumnParallelLinear, RowParallelLinear)
+    dense = partial(MLP.as_mlp_submodule, submodules=linears)
+    grouped: Any = GroupedExperts
+    sparse = MoESubmodules(grouped, partial(SharedExpertMLP, submodules=linears))
     latent = isinstance(config, MLATransformerConfig)
     return ModuleSpec(
         module=TransformerLayer,
@@ -213,7 +216,7 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> ModuleSpec:
             self_attention=_latent_attention_spec(config) if latent else _attention_spec(config),
             self_attn_bda=add_residual,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_moe_module_spec_for_backend(LocalSpecProvider(), config.num_moe_experts) if experts else dense,
+            mlp=partial(ExpertLayer, submodules=sparse) if experts else dense,
             mlp_bda=add_residual,
         ),
     )

@@ -24,6 +24,7 @@ from services.trainer.boxes import boxes_of, cuts_of, only_owned, weight_boxes
 from services.trainer.export import make_anew, publish_hf
 from services.trainer.hf_mapping import find_tensors, is_mtp, load_hf, open_weights, rules_of, to_hf, weights_of
 from services.trainer.loading import CheckpointError, check_files, check_tensors, read_boxes, stored_tensors
+from services.trainer.megatron import ShardedTensor
 from services.trainer.model import PolicyModel, build_model
 from services.trainer.model_config import ModelConfig, ModelError, read_config
 from services.trainer.ranks import on_first_rank, together
@@ -105,17 +106,19 @@ def _reads_of_trained(
 ) -> Iterator[Callable[[], Tensors]]:
     """For each file to write, what reads its tensors."""
     stored, cuts, rules = stored_tensors(checkpoint), cuts_of(chunks), rules_of(model)
-    weights = dict(weights_of(chunks))
-    dtypes = {name: stored[cuts[weight][0].key].dtype for name, weight in weights.items()}
+    weights = {weight.name: weight for weight in weights_of(chunks)}
+    dtypes = {name: stored[cuts[weight.source][0].key].dtype for name, weight in weights.items()}
+
+    def boxes(name: str, tensor: Tensor) -> Iterator[ShardedTensor]:
+        return boxes_of(cuts[weights[name].source], weights[name].data, 0, {"": tensor.view(-1)})
 
     def read(names: list[str]) -> Tensors:
-        tensors = {name: torch.empty(weights[name].shape, dtype=dtypes[name]) for name in names}
-        boxes = [boxes_of(cuts[weights[name]], weights[name], 0, {"": one.view(-1)}) for name, one in tensors.items()]
-        read_boxes(checkpoint, [box for several in boxes for box in several])
+        tensors = {name: torch.empty(weights[name].data.shape, dtype=dtypes[name]) for name in names}
+        read_boxes(checkpoint, [box for name, one in tensors.items() for box in boxes(name, one)])
         pairs = [zip(rules[name].hf, to_hf(rules[name], one, model), strict=True) for name, one in tensors.items()]
         return {name: tensor for several in pairs for name, tensor in several}
 
-    for names in _files(weights, lambda name: weights[name].numel() * dtypes[name].itemsize):
+    for names in _files(weights, lambda name: weights[name].data.numel() * dtypes[name].itemsize):
         yield partial(read, names)
 
 

@@ -21,12 +21,14 @@ from services.trainer.batch import Batch, Sample
 from services.trainer.checkpoint import RunState, load, save
 from services.trainer.context import ContextRank
 from services.trainer.hf_mapping import hf_tensors, rules_of, to_hf
+from services.trainer.layout import by_expert
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
 from services.trainer.megatron import DEVICE
 from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
 from services.trainer.report import Report
 from services.trainer.step import Learner
+from tests.expert_cases import COUNTS, make_experts, one_by_one
 from tests.tiny_models import save_model
 from tests.trainer_cases import make_batch, make_samples, make_spec, train
 
@@ -113,6 +115,60 @@ def test_compiled_heads_are_the_plain_ones(
     pairs = zip([*found, *gradients_of(found, inputs)], [*expected, *gradients_of(expected, inputs)], strict=True)
     for index, (ours, theirs) in enumerate(pairs):
         assert_close(ours, theirs, bound, f"tensor {index}")
+
+
+def poison(*shapes: tuple[int, ...]) -> None:
+    """Fill memory that the next tensors of these shapes get, so that what a kernel leaves out shows."""
+    del [torch.full(shape, math.nan, dtype=torch.bfloat16, device=DEVICE) for shape in shapes][:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("hidden", "columns"), [(128, 48), (1024, 384), (264, 200)], ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_grouped_experts_are_experts_one_by_one(
+    counts: tuple[int, ...], hidden: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Output and all gradients; those of an expert without tokens are zeros."""
+    total = sum(counts)
+    experts = make_experts(len(counts), hidden, columns, dtype)
+    rows = randn(total, hidden, seed=3, dtype=dtype).requires_grad_()
+    scores = randn(total, seed=4).sigmoid().requires_grad_()
+    inputs = [rows, scores, experts.linear_fc1, experts.linear_fc2]
+    poison((total, 2 * columns), (total, hidden))
+    out, bias = experts(rows, torch.tensor(counts, device=DEVICE), scores)
+    assert bias is None and out.dtype == dtype and out.shape == (total, hidden)
+    poison(experts.linear_fc1.shape, experts.linear_fc2.shape)
+    found = gradients_of([out], inputs)
+    idle = [at for at, count in enumerate(counts) if not count]
+    assert not any(one[idle].count_nonzero() for one in found[2:])
+    if not total:
+        return
+    exact = [one.detach().float().requires_grad_() for one in inputs]
+    expected = one_by_one(*exact, counts=counts)
+    bound = 1e-4 if dtype == torch.float32 else BF16_BOUND
+    assert_close(out, expected, bound, "output")
+    pairs = zip(("rows", "scores", "fc1", "fc2"), found, gradients_of([expected], exact), strict=True)
+    for name, ours, theirs in pairs:
+        assert_close(ours, theirs, bound, name)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_layer_of_experts_neither_waits_for_the_device_nor_differs(family: str, tmp_path: Path) -> None:
+    """From router to combination and back, in bfloat16; the same input gives the same bits."""
+    save_model(tmp_path, family, seed=5)
+    learner: Any = make_learner(tmp_path, "bfloat16")
+    layer = learner.chunks[0].decoder.layers[-1].mlp
+    inputs = [randn(300, 1, 128, dtype=torch.bfloat16).requires_grad_(), *layer.parameters()]
+    found = []
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one compiles
+        try:
+            out, _ = layer(inputs[0])
+            found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for index, (one, other) in enumerate(zip(*found[1:], strict=True)):
+        assert torch.equal(one, other), f"tensor {index}"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +259,8 @@ def gradients(learner: Learner, batch: Batch, samples: list[Sample]) -> dict[str
     rules, found = rules_of(learner.model), {}
     for name, parameter in learner.chunks[0].named_parameters():
         grad = getattr(parameter, "main_grad").view(parameter.shape)  # noqa: B009  Megatron adds it
-        found |= dict(zip(rules[name].hf, to_hf(rules[name], grad.clone(), learner.model), strict=True))
+        for one, part in by_expert(name, grad.clone()):
+            found |= dict(zip(rules[one].hf, to_hf(rules[one], part, learner.model), strict=True))
     return found
 
 

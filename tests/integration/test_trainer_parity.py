@@ -19,6 +19,7 @@ from services.trainer import hf_mapping, megatron
 from services.trainer.attention import CoreAttention, should_pad
 from services.trainer.batch import Batch, Sample
 from services.trainer.export import export_hf
+from services.trainer.layout import by_expert
 from services.trainer.megatron import DEVICE
 from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
@@ -174,7 +175,8 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in learner.chunks[0].named_parameters():
         grad = getattr(parameter, "main_grad").view(parameter.shape)  # noqa: B009  Megatron adds it
-        found |= dict(zip(rules[name].hf, hf_mapping.to_hf(rules[name], grad, learner.model), strict=True))
+        for one, part in by_expert(name, grad):
+            found |= dict(zip(rules[one].hf, hf_mapping.to_hf(rules[one], part, learner.model), strict=True))
     return found
 
 
