@@ -60,7 +60,9 @@ def torch_dist_to_hf(
     ],
     hf: Annotated[
         Path,
-        typer.Option("--hf", metavar="DIR", help="Checkpoint whose config, tokenizer and layers for MTP are taken."),
+        typer.Option(
+            "--hf", metavar="DIR", help="Checkpoint whose config, tokenizer and frozen layers for MTP are taken."
+        ),
     ],
     output: Output,
 ) -> None:

@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.common.cuda_ipc import export_memory
-from services.trainer.hf_mapping import hf_tensors, mtp_tensors
+from services.trainer.hf_files import find_tensors
+from services.trainer.hf_mapping import hf_tensors
+from services.trainer.hf_mtp import mtp_tensors, with_copies
 from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.saving import TEMPORARY_PREFIX, sync
 from services.trainer.step import Learner
@@ -124,14 +126,16 @@ def export_hf(learner: Learner, source: Path, target: Path) -> None:
 
     Args:
         learner: Has today's weights.
-        source: Checkpoint that it started from: layers for multi-token prediction and other files are as there.
+        source: Checkpoint that it started from: other files are as there, and layers for multi-token prediction that
+            are not trained.
         target: Directory to write.
     """
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     on_first_rank(partial(make_anew, temporary))
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.chunks, learner.model)}
+    tensors = with_copies(tensors, learner.model, find_tensors(source))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if rank == 0:
+    if rank == 0 and not learner.model.mtp_built:
         tensors |= mtp_tensors(learner.model, source)
     file = temporary / (f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else WHOLE)
     save_file(tensors, file, metadata={"format": "pt"})

@@ -49,10 +49,15 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+    from megatron.core.tensor_parallel.random import checkpoint as recompute_in_backward
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -60,6 +65,12 @@ with warnings.catch_warnings():
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -74,6 +85,7 @@ from services.trainer import mcore_fixes  # noqa: E402  it imports megatron-core
 __all__ = [
     "HAVE_TE",
     "MLP",
+    "MTP_GRAD_NORM_GROUP",
     "AttnMaskType",
     "CheckpointingException",
     "ColumnParallelLinear",
@@ -87,6 +99,10 @@ __all__ = [
     "MLPSubmodules",
     "MegatronModule",
     "ModuleSpec",
+    "MultiTokenPredictionBlock",
+    "MultiTokenPredictionBlockSubmodules",
+    "MultiTokenPredictionLayer",
+    "MultiTokenPredictionLayerSubmodules",
     "OptimizerConfig",
     "PackedSeqParams",
     "RowParallelLinear",
@@ -113,6 +129,8 @@ __all__ = [
     "is_main_replica",
     "nested_values",
     "parallel_state",
+    "recompute_in_backward",
+    "reduce_scatter_to_sequence_parallel_region",
 ]
 
 

@@ -103,7 +103,9 @@ class ModelConfig:
     latent: LatentAttention | None = None
     experts: Experts | None = None
     mtp_layers: int = 0
-    """Layers after the others that predict further tokens. They are not trained, and exported as they were."""
+    """Layers after the others that predict further tokens."""
+    mtp_built: bool = False
+    """Whether there are such layers in the model that is trained; else they are exported as they were."""
 
     @property
     def dense_layers(self) -> int:

@@ -22,10 +22,10 @@ from services.trainer.checkpoint import RunState
 from services.trainer.codec import batch_from_proto, sample_from_bytes
 from services.trainer.export import export_hf, share_weights, shared_memory_path
 from services.trainer.exporter import Exporter
-from services.trainer.model_config import read_config
 from services.trainer.progress import Progress
 from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.replica import Replica
+from services.trainer.run_model import run_model
 from services.trainer.saving import Saving
 from services.trainer.step import Learner
 from services.trainer.watch import IDLE, watch
@@ -80,7 +80,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
     def _open(self) -> None:
         megatron.initialize(self._spec.trainer.seed, self._spec.parallel)
         self._replica = Replica()
-        self.learner = Learner(self._spec, read_config(self._spec.model.hf_checkpoint), self.progress)
+        self.learner = Learner(self._spec, run_model(self._spec), self.progress)
         self.fleet_id = on_first_rank(new_request_id)  # drawn anew whenever the ranks meet
         all_ranks(self.fleet_id)  # rank 0 asks nothing of a rank that does not know it yet
 

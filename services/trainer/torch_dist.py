@@ -22,8 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from services.common.spec import ParallelSpec
 from services.trainer.boxes import boxes_of, cuts_of, only_owned, weight_boxes
 from services.trainer.export import make_anew, publish_hf
-from services.trainer.hf_mapping import find_tensors, is_mtp, load_hf, open_weights, rules_of, to_hf, weights_of
-from services.trainer.loading import CheckpointError, check_files, check_tensors, read_boxes, stored_tensors
+from services.trainer.hf_files import find_tensors, open_weights
+from services.trainer.hf_mapping import load_hf, rules_of, to_hf, weights_of
+from services.trainer.hf_mtp import is_mtp, with_copies, with_mtp, with_mtp_of
+from services.trainer.loading import MTP_PREFIX, CheckpointError, check_files, check_tensors, read_boxes, stored_tensors
 from services.trainer.model import PolicyModel, build_model
 from services.trainer.model_config import ModelConfig, ModelError, read_config
 from services.trainer.ranks import on_first_rank, together
@@ -59,7 +61,7 @@ def write_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
     """Write the weights of a Hugging Face checkpoint; every rank holds its part of the model.
 
     Args:
-        hf: Checkpoint; its layers for multi-token prediction are left out.
+        hf: Checkpoint; of layers for multi-token prediction only a single one is taken along.
         output: New directory.
         parallel: Layout of the ranks, as Megatron was initialised.
 
@@ -67,7 +69,7 @@ def write_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
         FlotillaError: The checkpoint cannot be used, or the directory not be written.
     """
     _check_new(output)
-    model = _plain_model(hf)
+    model = with_mtp_of(_plain_model(hf), hf)
     chunks = build_model(model, _dtype(hf, model), parallel)
     together(partial(load_hf, chunks, model, hf))
     Saving(output, only_owned(weight_boxes(chunks)), {}).finish()
@@ -80,7 +82,7 @@ def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
 
     Args:
         checkpoint: What `write_torch_dist` wrote, or a checkpoint of a run.
-        hf: Where config and tokenizer come from, and weights of layers for multi-token prediction.
+        hf: Where config and tokenizer come from, and layers for multi-token prediction that are not in `checkpoint`.
         output: New directory.
 
     Raises:
@@ -88,11 +90,13 @@ def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
     """
     _check_new(output)
     model = _plain_model(hf)
+    check_files(checkpoint)
+    if any(name.startswith(MTP_PREFIX) for name in stored_tensors(checkpoint)):
+        model = with_mtp(model, where=f"{checkpoint} has such a layer")
     with FakeTensorMode():  # of the whole model, its shapes alone
         chunks = build_model(model, torch.bfloat16)
-    check_files(checkpoint)
     check_tensors(checkpoint, weight_boxes(chunks))
-    reads = [*_reads_of_trained(chunks, model, checkpoint), *_reads_of_mtp(model, hf)]
+    reads = [*_reads_of_trained(chunks, model, checkpoint, set(find_tensors(hf))), *_reads_of_mtp(model, hf)]
     temporary = output.with_name(TEMPORARY_PREFIX + output.name)
     on_first_rank(partial(make_anew, temporary))
     parts = together(partial(_write_files, reads, temporary))
@@ -101,9 +105,9 @@ def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
 
 
 def _reads_of_trained(
-    chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path
+    chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path, wanted: set[str]
 ) -> Iterator[Callable[[], Tensors]]:
-    """For each file to write, what reads its tensors."""
+    """For each file to write, what reads its tensors; `wanted` are the names of all files together."""
     stored, cuts, rules = stored_tensors(checkpoint), cuts_of(chunks), rules_of(model)
     weights = dict(weights_of(chunks))
     dtypes = {name: stored[cuts[weight][0].key].dtype for name, weight in weights.items()}
@@ -113,15 +117,15 @@ def _reads_of_trained(
         boxes = [boxes_of(cuts[weights[name]], weights[name], 0, {"": one.view(-1)}) for name, one in tensors.items()]
         read_boxes(checkpoint, [box for several in boxes for box in several])
         pairs = [zip(rules[name].hf, to_hf(rules[name], one, model), strict=True) for name, one in tensors.items()]
-        return {name: tensor for several in pairs for name, tensor in several}
+        return with_copies({name: tensor for several in pairs for name, tensor in several}, model, wanted)
 
     for names in _files(weights, lambda name: weights[name].numel() * dtypes[name].itemsize):
         yield partial(read, names)
 
 
 def _reads_of_mtp(model: ModelConfig, hf: Path) -> Iterator[Callable[[], Tensors]]:
-    """The same for layers for multi-token prediction: a file for each file that has some of them."""
-    files = find_tensors(hf)
+    """The same for layers for multi-token prediction that are not trained: a file for each file that has some."""
+    files = {} if model.mtp_built else find_tensors(hf)
 
     def read(file: Path) -> Tensors:
         with open_weights(file) as tensors:

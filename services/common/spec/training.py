@@ -62,6 +62,9 @@ class TrainerSpec(Strict):
     """Packing limit; a longer sample goes alone."""
     balance_data: bool = False
     """Give the data-parallel ranks equal work, as estimated in FLOPs, instead of every n-th micro-batch."""
+    mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
+    """Factor of the loss of the layer for multi-token prediction, which then learns beside the policy; 0 leaves it as
+    it is in the checkpoint."""
     save_interval: int = Field(default=20, ge=1)
     """A checkpoint every so many rollout steps, and at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
