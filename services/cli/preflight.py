@@ -14,6 +14,7 @@ from typing import Any
 
 from services.cli.processes import LOOPBACK, engines_on_cpu, find_redis, listening_ports
 from services.common.http import bind_socket
+from services.common.model_overrides import config_of
 from services.common.prompts import check_rows
 from services.common.spec import LAYOUT_SECTIONS, RedisSpec, RunSpec, SpecError, load_run
 
@@ -27,6 +28,7 @@ def check_inputs(spec: RunSpec) -> None:
     """The files that the run reads."""
     spec.check_files()
     check_model(spec.model.hf_checkpoint)
+    config_of(spec.model.hf_checkpoint, spec.model.overrides)
     check_rows("data.prompt_data", spec.data.prompt_data, spec.data)
     for name, one in spec.evaluation.sets.items():
         check_rows(f"evaluation.sets.{name}.prompt_data", one.prompt_data, spec.data)

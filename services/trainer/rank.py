@@ -155,9 +155,9 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         """Write a Hugging Face checkpoint."""
-        source, target = self._spec.model.hf_checkpoint, self._spec.run_dir / "hf"
+        model, target = self._spec.model, self._spec.run_dir / "hf"
         with self._doing(request, "exporting the model"):
-            await self._worker.run(export_hf, self.learner, source, target)
+            await self._worker.run(export_hf, self.learner, model.hf_checkpoint, target, model.overrides)
         return pb.ExportModelResponse()
 
     async def EndRank(self, request: pb.EndRankRequest, context: Any) -> pb.EndRankResponse:

@@ -7,11 +7,12 @@ not at all, and every weight has the same bits on both sides.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def write_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
     Saving(output, only_owned(weight_boxes(chunks)), {}).finish()
 
 
-def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
+def write_hf(checkpoint: Path, hf: Path, output: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Write the weights of a torch_dist directory of any layout, the ranks a file each in turn.
 
     Megatron was initialised without sizes: no rank holds the model.
@@ -84,6 +85,7 @@ def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
         checkpoint: What `write_torch_dist` wrote, or a checkpoint of a run.
         hf: Where config and tokenizer come from, and layers for multi-token prediction that are not in `checkpoint`.
         output: New directory.
+        overrides: Fields of config.json that the model has with other values.
 
     Raises:
         FlotillaError: The checkpoint is damaged or not of this model, or the directory cannot be written.
@@ -101,7 +103,7 @@ def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
     on_first_rank(partial(make_anew, temporary))
     parts = together(partial(_write_files, reads, temporary))
     sizes = {name: entry for part in parts for name, entry in part.items()}
-    on_first_rank(partial(publish_hf, sizes, temporary, hf, output))
+    on_first_rank(partial(publish_hf, sizes, temporary, hf, output, overrides))
 
 
 def _reads_of_trained(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import Field
@@ -25,6 +25,9 @@ class ModelSpec(Strict):
     load: Path = Path()
     """Directory that `flotilla convert hf-to-torch-dist` wrote of it, or a checkpoint of another run: the trainer's
     initial weights, optimizer anew. Empty takes those of hf_checkpoint."""
+    overrides: dict[str, Any] = {}
+    """Fields of its config.json that have other values in this run, as `rope_theta`; tables are merged. For trainer,
+    engines and exports alike."""
 
 
 class OptimizerSpec(Strict):

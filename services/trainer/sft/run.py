@@ -152,7 +152,7 @@ class SftRun:
     def _finish(self) -> None:
         self._save()
         target = self._spec.run_dir / "hf"
-        export_hf(self._learner, self._spec.model.hf_checkpoint, target)
+        export_hf(self._learner, self._spec.model.hf_checkpoint, target, self._spec.model.overrides)
         if self._metrics is not None:
             self._metrics.close()
         log.info("the run is complete", step=len(self._digests), hf_checkpoint=str(target))
