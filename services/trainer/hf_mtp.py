@@ -31,16 +31,6 @@ def mtp_tensors(model: ModelConfig, checkpoint: Path) -> Iterator[tuple[str, Ten
             yield name, read_tensor(file, name)
 
 
-def with_mtp(model: ModelConfig, *, where: str) -> ModelConfig:
-    """The model with its layer for multi-token prediction. Raises ModelError, naming `where`, unless it has one."""
-    if model.mtp_layers != 1:
-        raise ModelError(
-            f"{where}: num_nextn_predict_layers of the model is {model.mtp_layers}; only a model with 1 can have its "
-            "layer for multi-token prediction trained"
-        )
-    return replace(model, mtp_built=True)
-
-
 def with_mtp_of(model: ModelConfig, checkpoint: Path) -> ModelConfig:
     """The model with its layer for multi-token prediction, if a checkpoint has one."""
     there = model.mtp_layers == 1 and any(is_mtp(name, model) for name in find_tensors(checkpoint))

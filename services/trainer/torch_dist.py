@@ -25,11 +25,12 @@ from services.trainer.boxes import boxes_of, cuts_of, only_owned, weight_boxes
 from services.trainer.export import make_anew, publish_hf
 from services.trainer.hf_files import find_tensors, open_weights
 from services.trainer.hf_mapping import load_hf, rules_of, to_hf, weights_of
-from services.trainer.hf_mtp import is_mtp, with_copies, with_mtp, with_mtp_of
+from services.trainer.hf_mtp import is_mtp, with_copies, with_mtp_of
 from services.trainer.loading import MTP_PREFIX, CheckpointError, check_files, check_tensors, read_boxes, stored_tensors
 from services.trainer.model import PolicyModel, build_model
 from services.trainer.model_config import ModelConfig, ModelError, read_config
 from services.trainer.ranks import on_first_rank, together
+from services.trainer.run_model import with_mtp
 from services.trainer.saving import TEMPORARY_PREFIX, Saving, sync
 
 FILE_BYTES = 5_000_000_000
