@@ -17,12 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer import megatron
 from services.trainer.batch import Sample
+from services.trainer.checkpoint import CheckpointError, RunState, save
 from services.trainer.export import export_hf
+from services.trainer.hf_files import find_tensors, read_tensor
 from services.trainer.hf_mapping import hf_tensors
 from services.trainer.hf_mtp import is_mtp
 from services.trainer.model_config import ModelError
 from services.trainer.run_model import run_model
 from services.trainer.step import Learner
+from services.trainer.torch_dist import write_hf, write_torch_dist
 from tests.tiny_models import VOCABULARY, save_model, save_mtp_model
 from tests.trainer_cases import make_batch, make_samples, make_spec, train
 
@@ -45,8 +48,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path, save_mtp_model(path, request.param, seed=3)
 
 
-def make_learner(path: Path, factor: float = FACTOR, **optimizer: float) -> Learner:
-    spec = make_spec(path, trainer={"mtp_loss_scaling_factor": factor}, optimizer={"lr": 1e-3, **optimizer})
+def make_learner(path: Path, factor: float = FACTOR, load: Path = Path(), **optimizer: float) -> Learner:
+    sections = {"trainer": {"mtp_loss_scaling_factor": factor}, "optimizer": {"lr": 1e-3, **optimizer}}
+    spec = make_spec(path, model={"load": load}, **sections)
     learner = Learner(spec, run_model(spec))
     learner.load_initial_weights()
     return learner
@@ -184,6 +188,26 @@ def test_exports_have_the_trained_layer(checkpoint: tuple[Path, Any], tmp_path: 
     for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         assert torch.equal(exported[f"model.layers.3.{copy}.weight"], exported[f"{name}.weight"])
         assert not torch.equal(exported[f"{name}.weight"], original[f"{name}.weight"])
+
+
+def test_torch_dist_has_the_layer(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = checkpoint
+    write_torch_dist(path, tmp_path / "torch_dist", megatron.ONE_RANK)
+    original = load_file(path / "model.safetensors")
+    for factor in (0.0, FACTOR):
+        learner = make_learner(path, factor, load=tmp_path / "torch_dist")
+        assert all(torch.equal(original[name], tensor) for name, tensor in weights(learner).items())
+    samples = make_samples(4, seed=3)
+    train(learner, make_batch(samples, 0, [range(4)]), samples)
+    saved = save(tmp_path, learner, RunState(1, "d" * 64, ("batch-0",)))
+    write_hf(saved, path, tmp_path / "hf")
+    found = {name: read_tensor(file, name) for name, file in find_tensors(tmp_path / "hf").items()}
+    assert found.keys() == original.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights(learner).items())
+    assert torch.equal(found["model.layers.3.shared_head.head.weight"], found["lm_head.weight"])
+    frozen = make_learner(path, 0.0)
+    with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\.\S+ of the model is missing"):
+        make_learner(path, load=save(tmp_path / "frozen", frozen, RunState(1, "d" * 64, ("batch-0",))))
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:
