@@ -100,6 +100,7 @@ def check_steps(checkpoint: Path, parallel: ParallelSpec) -> None:
     learner, file = make_learner(checkpoint, parallel), checkpoint / "steps.json"
     learner.load_initial_weights()
     found = [train_step(learner, number) for number in range(3)]
+    assert all((one["train/mtp_loss"] > 0) == learner.model.mtp_built for one in found)
     if dist.get_world_size() == 1:
         file.write_text(json.dumps(found))
     compare_steps(found, json.loads(file.read_text()))

@@ -49,8 +49,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def make_learner(path: Path, factor: float = FACTOR, load: Path = Path(), **optimizer: float) -> Learner:
-    sections = {"trainer": {"mtp_loss_scaling_factor": factor}, "optimizer": {"lr": 1e-3, **optimizer}}
-    spec = make_spec(path, model={"load": load}, **sections)
+    trainer, rates = {"mtp_loss_scaling_factor": factor}, {"lr": 1e-3, **optimizer}
+    spec = make_spec(path, model={"load": load}, trainer=trainer, optimizer=rates)
     learner = Learner(spec, run_model(spec))
     learner.load_initial_weights()
     return learner
