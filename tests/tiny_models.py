@@ -114,14 +114,24 @@ def save_model(path: Path, family: str = "qwen3", *, seed: int = 0, tied: bool =
     return model
 
 
-def save_mtp_model(path: Path, family: str) -> None:
-    """A random model of three layers and one for multi-token prediction, in one file."""
+def save_mtp_model(path: Path, family: str, *, seed: int = 0, tied: bool = False) -> Any:
+    """A random model of three layers, and in its checkpoint, one file, a layer for multi-token prediction.
+
+    As published checkpoints do, it has copies of embedding and output layer. Returns the model without that layer.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
-    save_model(path, family, tied=False, num_nextn_predict_layers=1)
+    hf = save_model(path, family, seed=seed, tied=tied, num_nextn_predict_layers=1)
     file = path / "model.safetensors"
-    tensors = load_file(file)
-    tensors |= {name.replace("layers.2.", "layers.3."): x + 1 for name, x in tensors.items() if "layers.2." in name}
-    tensors["model.layers.3.eh_proj.weight"] = torch.randn(128, 256)
+    tensors, new = load_file(file), "model.layers.3."
+    draw = torch.Generator().manual_seed(seed + 1)
+    inner = [(name.replace("layers.2.", "layers.3."), x) for name, x in tensors.items() if "layers.2." in name]
+    tensors |= {name: x + 0.02 * torch.randn(x.shape, generator=draw) for name, x in inner}
+    norms = ("enorm", "hnorm", "shared_head.norm")
+    tensors |= {f"{new}{name}.weight": 1 + 0.1 * torch.randn(128, generator=draw) for name in norms}
+    tensors[f"{new}eh_proj.weight"] = 0.08 * torch.randn(128, 256, generator=draw)
+    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{new}shared_head.head.weight"] = hf.lm_head.weight.detach().clone()
     save_file(tensors, file, metadata={"format": "pt"})
+    return hf

@@ -14,7 +14,7 @@ from services.trainer.step import Learner
 from tests.tiny_models import VOCABULARY
 
 
-def make_spec(model: Path, run_dir: Path = Path("run"), ranks: int = 1, **sections: dict[str, Any]) -> RunSpec:
+def make_spec(model: Path, /, run_dir: Path = Path("run"), ranks: int = 1, **sections: dict[str, Any]) -> RunSpec:
     """A run spec with every section at its default but for what is given."""
     table: dict[str, Any] = {
         "run_id": "test",

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from services.common.spec import ParallelSpec
 from services.trainer.hf_mapping import hf_tensors, load_hf
+from services.trainer.hf_mtp import copies_of, with_mtp_of
 from services.trainer.megatron import DEVICE, get_forward_backward_func, parallel_state
 from services.trainer.model import PolicyModel, build_model
-from services.trainer.model_config import read_config
+from services.trainer.model_config import ModelConfig, read_config
 from services.trainer.ranks import all_ranks
 from services.trainer.report import Metrics, train_metrics
 from services.trainer.step import Learner
@@ -43,10 +44,12 @@ def sequence() -> torch.Tensor:
 
 def check(checkpoint: Path, parallel: ParallelSpec) -> None:
     """Load, compare every tensor bit for bit, and the logits."""
-    model = read_config(checkpoint)
+    model = model_of(checkpoint)
     chunks = build_model(model, torch.float32, parallel)
     load_hf(chunks, model, checkpoint)
     original = load_file(checkpoint / "model.safetensors")
+    for copy in copies_of(model, original):
+        del original[copy]
     mine = {name: tensor.cpu() for name, tensor in hf_tensors(chunks, model)}
     for name, tensor in mine.items():
         assert torch.equal(tensor, original[name]), f"{name} in {parallel}"
@@ -60,10 +63,17 @@ def check(checkpoint: Path, parallel: ParallelSpec) -> None:
         assert gap <= 1e-5, f"logits in {parallel} are {gap:.1e} apart"
 
 
+def model_of(checkpoint: Path) -> ModelConfig:
+    """With a layer for multi-token prediction, if the checkpoint has one."""
+    return with_mtp_of(read_config(checkpoint), checkpoint)
+
+
 def make_learner(checkpoint: Path, parallel: ParallelSpec) -> Learner:
     """One rank's, without weights."""
-    spec = make_spec(checkpoint, optimizer={"lr": 1e-3}, parallel=parallel.model_dump(), ranks=dist.get_world_size())
-    return Learner(spec, read_config(checkpoint))
+    model, world = model_of(checkpoint), dist.get_world_size()
+    trainer = {"mtp_loss_scaling_factor": 0.3 * model.mtp_built}
+    spec = make_spec(checkpoint, optimizer={"lr": 1e-3}, parallel=parallel.model_dump(), trainer=trainer, ranks=world)
+    return Learner(spec, model)
 
 
 def train_step(learner: Learner, number: int) -> Metrics:
@@ -90,6 +100,7 @@ def check_steps(checkpoint: Path, parallel: ParallelSpec) -> None:
     learner, file = make_learner(checkpoint, parallel), checkpoint / "steps.json"
     learner.load_initial_weights()
     found = [train_step(learner, number) for number in range(3)]
+    assert all((one["train/mtp_loss"] > 0) == learner.model.mtp_built for one in found)
     if dist.get_world_size() == 1:
         file.write_text(json.dumps(found))
     compare_steps(found, json.loads(file.read_text()))

@@ -35,4 +35,5 @@ def _export(source: Path, output: Path) -> None:
         raise InvalidArgument(
             f"{source} belongs to no run: {run_file} is missing; see flotilla convert torch-dist-to-hf"
         )
-    to_hf(source, load_run(run_file, environ={}).model.hf_checkpoint, output)
+    model = load_run(run_file, environ={}).model
+    to_hf(source, model.hf_checkpoint, output, model.overrides)

@@ -16,9 +16,9 @@ from services.cli.processes import LOOPBACK, engines_on_cpu, find_redis, listeni
 from services.common.http import bind_socket
 from services.common.prompts import check_rows
 from services.common.spec import LAYOUT_SECTIONS, RedisSpec, RunSpec, SpecError, load_run
+from services.trainer.model_config import ModelError
+from services.trainer.run_model import run_model
 
-MODEL_TYPES = ("qwen3", "llama")
-"""Architectures that the trainer maps to Megatron."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  POSIX shared memory lives here on Linux
 RUN_FILE = "run.toml"
 
@@ -26,22 +26,22 @@ RUN_FILE = "run.toml"
 def check_inputs(spec: RunSpec) -> None:
     """The files that the run reads."""
     spec.check_files()
-    check_model(spec.model.hf_checkpoint)
+    check_model(spec)
     check_rows("data.prompt_data", spec.data.prompt_data, spec.data)
     for name, one in spec.evaluation.sets.items():
         check_rows(f"evaluation.sets.{name}.prompt_data", one.prompt_data, spec.data)
 
 
-def check_model(checkpoint: Path) -> None:
-    """The model is of an architecture that can be trained."""
-    config = checkpoint / "config.json"
+def check_model(spec: RunSpec) -> None:
+    """The model is one that can be trained as the spec says."""
+    checkpoint = spec.model.hf_checkpoint
     try:
-        model_type = json.loads(config.read_text()).get("model_type")
-    except (ValueError, AttributeError):
+        run_model(spec)
+    except ModelError as error:
+        raise SpecError(f"{error}; take another model, or change the field") from None
+    except (json.JSONDecodeError, AttributeError, TypeError):
+        config = checkpoint / "config.json"
         raise SpecError(f"{config}: not a JSON object; model.hf_checkpoint must be a Hugging Face checkpoint") from None
-    if model_type not in MODEL_TYPES:
-        known = " or ".join(MODEL_TYPES)
-        raise SpecError(f"{config}: model_type is {model_type!r}, and the trainer knows {known}; take such a model")
     for pattern in ("*.safetensors", "tokenizer*"):
         if not any(checkpoint.glob(pattern)):
             raise SpecError(f"model.hf_checkpoint: there is no {pattern} in {checkpoint}; give a whole checkpoint")

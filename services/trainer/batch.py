@@ -55,3 +55,11 @@ class Batch:
     def optimizer_steps(self) -> int:
         """Number of optimizer steps."""
         return len(self.rollouts_per_step)
+
+
+def check_tokens(batch: Batch, samples: Samples, vocabulary: int) -> None:
+    """Raise ValueError for a token that has no embedding, before CUDA meets it, which would end the process."""
+    for row in (row for one in batch.micro_batches for row in one.rows):
+        for token in (*samples[row].prompt, *samples[row].response):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"sample of row {row}: token {token} is outside the vocabulary of {vocabulary}")

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
@@ -60,7 +61,9 @@ def torch_dist_to_hf(
     ],
     hf: Annotated[
         Path,
-        typer.Option("--hf", metavar="DIR", help="Checkpoint whose config, tokenizer and layers for MTP are taken."),
+        typer.Option(
+            "--hf", metavar="DIR", help="Checkpoint whose config, tokenizer and frozen layers for MTP are taken."
+        ),
     ],
     output: Output,
 ) -> None:
@@ -99,14 +102,14 @@ def _to_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
         megatron.destroy()
 
 
-def to_hf(checkpoint: Path, hf: Path, output: Path) -> None:
-    """As `torch_dist_to_hf`, with errors raised."""
+def to_hf(checkpoint: Path, hf: Path, output: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """As `torch_dist_to_hf`, with errors raised; `overrides` as in a run spec."""
     from services.trainer import megatron
     from services.trainer.torch_dist import write_hf
 
     megatron.initialize(SEED)
     try:
-        write_hf(checkpoint, hf, output)
+        write_hf(checkpoint, hf, output, overrides)
         _say_done(output, megatron.rank())
     finally:
         megatron.destroy()

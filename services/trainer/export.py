@@ -9,11 +9,13 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.common.cuda_ipc import export_memory
-from services.trainer.hf_mapping import hf_tensors, mtp_tensors
+from services.common.model_overrides import config_of
+from services.trainer.hf_files import find_tensors
+from services.trainer.hf_mapping import hf_tensors
+from services.trainer.hf_mtp import mtp_tensors, with_copies
 from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.saving import TEMPORARY_PREFIX, sync
 from services.trainer.step import Learner
@@ -117,28 +122,33 @@ def copy_tensors(tensors: Iterable[tuple[str, Tensor]], slices: Sequence[Slice],
         target.copy_(tensor)
 
 
-def export_hf(learner: Learner, source: Path, target: Path) -> None:
+def export_hf(
+    learner: Learner, source: Path, target: Path, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Write a Hugging Face checkpoint, each rank a file of what it owns. Atomic; replaces an old one.
 
     All ranks call it together, and share the file system.
 
     Args:
         learner: Has today's weights.
-        source: Checkpoint that it started from: layers for multi-token prediction and other files are as there.
+        source: Checkpoint that it started from: other files are as there, and layers for multi-token prediction that
+            are not trained.
         target: Directory to write.
+        overrides: Fields of config.json that the model has with other values.
     """
     temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
     on_first_rank(partial(make_anew, temporary))
     tensors = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(learner.chunks, learner.model)}
+    tensors = with_copies(tensors, learner.model, find_tensors(source))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if rank == 0:
+    if rank == 0 and not learner.model.mtp_built:
         tensors |= mtp_tensors(learner.model, source)
     file = temporary / (f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else WHOLE)
     save_file(tensors, file, metadata={"format": "pt"})
     sync(file)
     index = all_ranks({name: (file.name, tensor.nbytes) for name, tensor in tensors.items()})
     sizes = {name: entry for one in index for name, entry in one.items()}
-    on_first_rank(partial(publish_hf, sizes, temporary, source, target))
+    on_first_rank(partial(publish_hf, sizes, temporary, source, target, overrides))
 
 
 def make_anew(directory: Path) -> None:
@@ -147,7 +157,9 @@ def make_anew(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def publish_hf(sizes: dict[str, tuple[str, int]], temporary: Path, source: Path, target: Path) -> None:
+def publish_hf(
+    sizes: dict[str, tuple[str, int]], temporary: Path, source: Path, target: Path, overrides: Mapping[str, Any]
+) -> None:
     """On one rank, when all weights have been written: add index and other files, force them to disk, rename.
 
     Args:
@@ -155,10 +167,13 @@ def publish_hf(sizes: dict[str, tuple[str, int]], temporary: Path, source: Path,
         temporary: Directory that has the weights.
         source: Checkpoint whose other files are copied: config, tokenizer, licence.
         target: Directory to make.
+        overrides: Fields of config.json that are replaced.
     """
     for file in source.iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
             shutil.copy2(file, temporary)
+    if overrides:
+        (temporary / "config.json").write_text(json.dumps(config_of(source, overrides), indent=2) + "\n")
     weight_map = {name: file for name, (file, _) in sorted(sizes.items())}
     total = sum(size for _, size in sizes.values())
     if not (temporary / WHOLE).is_file():

@@ -27,18 +27,20 @@ def forward_flops(model: ModelConfig) -> SampleFlops:
 
     and once 2 x hidden x vocabulary a token for the output layer, which is too much for tokens of the prompt. A layer
     with experts has the feed-forward of those that a token goes to, and the router; latent attention its own
-    projections, and in a pair queries and keys of another size than values.
+    projections, and in a pair queries and keys of another size than values. Multi-token prediction is a layer more, 2 x
+    hidden x 2 x hidden a token for what it takes in, and the output layer once more.
     """
+    layers, predictors = model.layers + model.mtp_built, 1 + model.mtp_built
     latent = model.latent
     projections = _latent_projections(model, latent) if latent else _projections(model)
     pair = 2 * model.heads * (latent.query_size + latent.value_size if latent else 2 * model.head_size)
-    sparse_layers = model.layers - model.dense_layers
+    sparse_layers = layers - model.dense_layers
     feed_forward = 6 * model.hidden * (model.dense_layers * model.ffn_hidden + sparse_layers * _active_width(model))
     routers = sparse_layers * 2 * model.hidden * (model.experts.count if model.experts else 0)
-    output = 2 * model.hidden * model.vocabulary
+    output = 2 * model.hidden * (model.vocabulary * predictors + 2 * model.hidden * model.mtp_built)
     return SampleFlops(
-        per_token=model.layers * (projections + pair / 2) + feed_forward + routers + output,
-        per_token_squared=model.layers * pair / 2,
+        per_token=layers * (projections + pair / 2) + feed_forward + routers + output,
+        per_token_squared=layers * pair / 2,
     )
 
 

@@ -5,19 +5,17 @@ Every change is a split, a concatenation or a permutation, so a round trip is ex
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.trainer.hf_files import find_tensors, read_tensor
+from services.trainer.hf_mtp import check_copies, copies_of, is_mtp
 from services.trainer.layout import Cut, Owner, Owners, Weight, by_expert, cut_of, gather, global_name
 from services.trainer.model import PolicyModel
 from services.trainer.model_config import Experts, ModelConfig, ModelError
@@ -96,6 +94,10 @@ _ROUTER = (_plain("mlp.router.weight", "mlp.gate.weight"),)
 _ROUTER_BIAS = (_plain("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),)
 _EXPERT = _feed_forward("mlp.experts.local_experts.{e}", "mlp.experts.{e}")
 _SHARED_EXPERT = _feed_forward("mlp.shared_experts", "mlp.shared_experts")
+_MTP_LAYER = "mtp.layers.0."
+_MTP_NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+_MTP = tuple(Rule(f"{_MTP_LAYER}{ours}.weight", (f"{_HF_LAYER}{hf}.weight",)) for ours, hf in _MTP_NAMES.items())
+"""`eh_proj` is for the embedding of the token ahead before the hidden state, on both sides."""
 
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """Old Llama checkpoints store the rotary frequencies, which the config defines anyway."""
@@ -106,10 +108,23 @@ def rules_of(model: ModelConfig) -> dict[str, Rule]:
     head = "model.embed_tokens.weight" if model.tied_embeddings else "lm_head.weight"
     rules = [*_TOP, Rule(_OUTPUT, (head,))]
     for layer in range(model.layers):
-        sparse = model.experts if layer >= model.dense_layers else None
-        kinds = (*_NORMS, *_attention_rules(model), *(_expert_rules(sparse) if sparse else _DENSE))
-        rules += [rule.at("{n}", layer) for rule in kinds]
+        rules += _layer_rules(model, layer)
+    if model.mtp_built:
+        rules += _mtp_rules(model)
     return {rule.megatron: rule for rule in rules}
+
+
+def _layer_rules(model: ModelConfig, layer: int) -> list[Rule]:
+    sparse = model.experts if layer >= model.dense_layers else None
+    kinds = (*_NORMS, *_attention_rules(model), *(_expert_rules(sparse) if sparse else _DENSE))
+    return [rule.at("{n}", layer) for rule in kinds]
+
+
+def _mtp_rules(model: ModelConfig) -> list[Rule]:
+    """Of the layer for multi-token prediction, which has a whole layer inside."""
+    inside = (f"decoder.layers.{model.layers}.", f"{_MTP_LAYER}mtp_model_layer.")
+    own = [rule.at("{n}", model.layers) for rule in _MTP]
+    return own + [replace(rule, megatron=rule.megatron.replace(*inside)) for rule in _layer_rules(model, model.layers)]
 
 
 def _attention_rules(model: ModelConfig) -> tuple[Rule, ...]:
@@ -198,7 +213,9 @@ def load_hf(chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path)
     check_names(set(files), model, checkpoint)
     for weight in weights_of(chunks):
         rule, cut = rules[weight.name], cut_of(weight)
-        full = to_megatron(rule, [_read(files[one], one) for one in rule.hf], model)
+        parts = [read_tensor(files[one], one) for one in rule.hf]
+        check_copies(model, files, rule.hf[0], parts[0])
+        full = to_megatron(rule, parts, model)
         expected = list(weight.data.shape)
         if cut is not None:
             expected[cut.dim] *= cut.size
@@ -215,48 +232,8 @@ def check_names(found: set[str], model: ModelConfig, checkpoint: Path) -> None:
     if missing := sorted(wanted - found):
         raise ModelError(f"{checkpoint}: {len(missing)} tensors are missing, the first is {missing[0]}")
     spare = {name for name in found - wanted if not name.endswith(IGNORED_SUFFIX)}
-    spare -= {name for name in spare if is_mtp(name, model)}
+    spare -= set(copies_of(model, found)) if model.mtp_built else {name for name in spare if is_mtp(name, model)}
     if model.tied_embeddings:
         spare.discard("lm_head.weight")
     if spare:
         raise ModelError(f"{checkpoint}: {len(spare)} tensors are unknown to {model.family}, as {min(spare)}")
-
-
-def is_mtp(name: str, model: ModelConfig) -> bool:
-    """Whether a tensor belongs to a layer for multi-token prediction."""
-    layers = range(model.layers, model.layers + model.mtp_layers)
-    return name.startswith(tuple(f"model.layers.{layer}." for layer in layers))
-
-
-def mtp_tensors(model: ModelConfig, checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights that a checkpoint has for multi-token prediction, by Hugging Face name."""
-    for name, file in find_tensors(checkpoint).items():
-        if is_mtp(name, model):
-            yield name, _read(file, name)
-
-
-def find_tensors(checkpoint: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor. Raises ModelError if there is none."""
-    index, single = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
-    if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
-        return {name: checkpoint / file for name, file in files.items()}
-    if not single.is_file():
-        raise ModelError(f"{checkpoint}: neither {single.name} nor {index.name} is there")
-    with open_weights(single) as tensors:
-        return dict.fromkeys(tensors.keys(), single)
-
-
-@contextmanager
-def open_weights(file: Path) -> Iterator[Any]:
-    """A safetensors file. Raises ModelError, naming it, if it is damaged or lacks what is asked for."""
-    try:
-        with safe_open(file, "pt") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise ModelError(f"{file}: {error}") from None
-
-
-def _read(file: Path, name: str) -> Tensor:
-    with open_weights(file) as tensors:
-        return tensors.get_tensor(name)

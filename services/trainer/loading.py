@@ -23,6 +23,8 @@ from services.trainer.ranks import all_ranks
 
 STATE_FILE = "state.json"
 FORMAT = 2
+MTP_PREFIX = "mtp."
+"""Of layers for multi-token prediction, which a run that does not train them leaves where they are."""
 
 
 class CheckpointError(FailedPrecondition):
@@ -89,7 +91,8 @@ def check_tensors(path: Path, boxes: Sequence[ShardedTensor]) -> None:
     """Compare the tensors of a directory with what all ranks together want; all of them must call it.
 
     Raises:
-        CheckpointError: A tensor is missing, unknown, or of another shape; optimizer state may be left over.
+        CheckpointError: A tensor is missing, unknown, or of another shape; optimizer state may be left over, and layers
+            for multi-token prediction.
     """
     wanted = {
         key: shape for one in all_ranks({box.key: box.global_shape for box in boxes}) for key, shape in one.items()
@@ -100,7 +103,8 @@ def check_tensors(path: Path, boxes: Sequence[ShardedTensor]) -> None:
             raise CheckpointError(f"{path}: {key} of the model is missing")
         if found[key] != wanted[key]:
             raise CheckpointError(f"{path}: {key} is {list(found[key])}, but that of the model is {list(wanted[key])}")
-    if unknown := sorted(key for key in found.keys() - wanted.keys() if not key.startswith(OPTIMIZER_PREFIX)):
+    spare = (OPTIMIZER_PREFIX, MTP_PREFIX)
+    if unknown := sorted(key for key in found.keys() - wanted.keys() if not key.startswith(spare)):
         raise CheckpointError(f"{path}: {len(unknown)} tensors are unknown to the model, as {unknown[0]}")
 
 

@@ -95,11 +95,11 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         parts = _split(weight, hidden, targets, normalizers, *gradients, grad_hidden)
         for h, t, n, g, grad_h in zip(*parts, strict=True):
             _add_gradients(h, weight, t, n, g, ctx.temperature, grad_h, grad_weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _split(weight: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -146,9 +146,10 @@ def _add_gradients(
     gradients: Tensor,
     temperature: float,
     grad_hidden: Tensor,
-    grad_weight: Tensor,
+    grad_weight: Tensor | None,
 ) -> None:
-    """Of one chunk: written to `grad_hidden`, added to `grad_weight`."""
+    """Of one chunk: written to `grad_hidden`, added to `grad_weight` if that is wanted."""
     slopes = _logit_gradients(hidden @ weight.T, targets, normalizers, gradients, temperature)
     torch.mm(slopes, weight, out=grad_hidden)
-    grad_weight += slopes.T @ hidden
+    if grad_weight is not None:
+        grad_weight += slopes.T @ hidden

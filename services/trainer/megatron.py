@@ -47,6 +47,7 @@ with warnings.catch_warnings():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
@@ -54,6 +55,7 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
     )
+    from megatron.core.tensor_parallel.random import checkpoint as recompute_in_backward
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -64,6 +66,12 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -78,6 +86,7 @@ from services.trainer import mcore_fixes  # noqa: E402  it imports megatron-core
 __all__ = [
     "HAVE_TE",
     "MLP",
+    "MTP_GRAD_NORM_GROUP",
     "AttnMaskType",
     "CheckpointingException",
     "ColumnParallelLinear",
@@ -93,6 +102,10 @@ __all__ = [
     "MoELayer",
     "MoESubmodules",
     "ModuleSpec",
+    "MultiTokenPredictionBlock",
+    "MultiTokenPredictionBlockSubmodules",
+    "MultiTokenPredictionLayer",
+    "MultiTokenPredictionLayerSubmodules",
     "OptimizerConfig",
     "PackedSeqParams",
     "RowParallelLinear",
@@ -119,6 +132,7 @@ __all__ = [
     "is_main_replica",
     "nested_values",
     "parallel_state",
+    "recompute_in_backward",
     "reduce_scatter_to_sequence_parallel_region",
 ]
 

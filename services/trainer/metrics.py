@@ -31,6 +31,8 @@ STEP_METRICS = {
     "train/ppo_kl": "mean of old minus current log-prob",
     "train/entropy": "entropy in nats before the step",
     "train/grad_norm": "mean global gradient norm before clipping, of the optimizer steps that were applied",
+    "train/mtp_loss": "mean negative log-likelihood of the response by multi-token prediction, in nats; 0 if frozen",
+    "train/mtp_grad_norm": "as train/grad_norm, of the layer for multi-token prediction",
     "train/lr": "learning rate of the last optimizer step",
     "train/skipped_steps": "optimizer steps skipped because a gradient was not finite",
     "train/seconds": "seconds of log-probs and optimizer steps",

@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from services.common.spec import ParallelSpec
-from services.trainer.attention import CoreAttention, RotarySelfAttention
+from services.trainer.attention import CoreAttention, RotarySelfAttention, Segments
 from services.trainer.dispatch import ExpertLayer
 from services.trainer.experts import GroupedExperts
 from services.trainer.latent_attention import RotaryLatentAttention
@@ -19,7 +18,6 @@ from services.trainer.megatron import (
     DEVICE,
     HAVE_TE,
     MLP,
-    ON_CUDA,
     ONE_RANK,
     AttnMaskType,
     ColumnParallelLinear,
@@ -41,13 +39,13 @@ from services.trainer.megatron import (
     get_bias_dropout_add,
     get_num_layers_to_build,
     get_transformer_layer_offset,
-    group_sizes,
     parallel_state,
+    weight_of,
 )
-from services.trainer.model_config import Experts, LatentAttention, ModelConfig, Rope
+from services.trainer.model_config import ModelConfig
+from services.trainer.model_options import transformer_config
+from services.trainer.mtp import Predictor
 
-DISPATCHER = "alltoall"
-"""Megatron's other one forbids variable lengths, without experts too."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -61,6 +59,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class PolicyModel(GPTModel):
     """GPTModel whose rotary embedding follows the position ids of a pack."""
+
+    mtp: Predictor
+    """On the last stage, if the model has it."""
 
     def _preprocess(
         self,
@@ -95,111 +96,13 @@ class PolicyModel(GPTModel):
         found = rotary(length, packed_seq=packed_seq_params is not None)
         return found if isinstance(found, tuple) else (found, 1.0)
 
-
-def transformer_config(model: ModelConfig, dtype: torch.dtype, parallel: ParallelSpec) -> TransformerConfig:
-    """Megatron's configuration of a model. Gradients add up over micro-batches and ranks, undivided."""
-    kind = MLATransformerConfig if model.latent else TransformerConfig
-    return kind(
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn_hidden,
-        num_attention_heads=model.heads,
-        num_query_groups=model.key_value_heads,
-        kv_channels=model.head_size,
-        qk_layernorm=model.qk_norm or model.latent is not None,
-        add_qkv_bias=model.qkv_bias,
-        normalization="RMSNorm",
-        layernorm_epsilon=model.norm_eps,
-        activation_func=F.silu,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        calculate_per_token_loss=True,
-        perform_initialization=False,
-        transformer_impl="local",
-        bias_activation_fusion=ON_CUDA,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        sequence_parallel=parallel.tensor > 1,
-        variable_seq_lengths=parallel.pipeline > 1,
-        batch_p2p_comm=parallel.virtual_stages == 1,  # batched, the two directions between two stages get mixed up
-        overlap_p2p_comm=parallel.virtual_stages > 1,
-        moe_token_dispatcher_type=DISPATCHER,
-        num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
-        num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
-        **group_sizes(parallel),
-        **_recompute_options(parallel.recompute, sparse=model.experts is not None),
-        **(_latent_options(model.latent, model.rope) if model.latent else {}),
-        **(_expert_options(model.experts, model.layers) if model.experts else {}),
-    )
-
-
-def _recompute_options(recompute: str, *, sparse: bool) -> dict[str, Any]:
-    """Selective: the core of attention, which with context parallelism has whole keys and values, and all experts."""
-    if recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", *(["moe"] if sparse else [])]}
-    return {}
-
-
-def _latent_options(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
-    """Of MLATransformerConfig, whose own defaults are those of a scaled model."""
-    yarn = rope.yarn
-    scaling = (
-        {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_positions,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
-        }
-        if yarn
-        else {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    )
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_head_dim": latent.plain_size,
-        "qk_pos_emb_head_dim": latent.rotary_size,
-        "v_head_dim": latent.value_size,
-        "rotary_base": rope.theta,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        **scaling,
-    }
-
-
-def _expert_options(experts: Experts, layers: int) -> dict[str, Any]:
-    """The router's scores are exact, and nothing but the policy's loss moves it: no balance loss, a frozen bias."""
-    grouped = experts.groups > 1
-    return {
-        "num_moe_experts": experts.count,
-        "moe_ffn_hidden_size": experts.ffn_hidden,
-        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
-        "moe_layer_freq": [int(layer >= experts.first_layer) for layer in range(layers)],
-        "moe_router_topk": experts.chosen,
-        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
-        "moe_router_pre_softmax": experts.sigmoid,
-        "moe_router_enable_expert_bias": experts.sigmoid,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_num_groups": experts.groups if grouped else None,
-        "moe_router_group_topk": experts.chosen_groups if grouped else None,
-        "moe_router_topk_scaling_factor": experts.scale,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }
+    def predict_ahead(
+        self, hidden: Tensor, tokens: Tensor, position_ids: Tensor, segments: Segments | None = None
+    ) -> Tensor:
+        """What the layer for multi-token prediction makes of the last hidden states; as `Predictor.predict`."""
+        _, angles, *_ = self._preprocess(tokens, position_ids, hidden, packed_seq_params=segments)
+        own = weight_of(self.embedding.word_embeddings) if self.pre_process else None
+        return self.mtp.predict(hidden, tokens, position_ids, angles, segments, own)
 
 
 def _layer_spec(config: TransformerConfig, *, experts: bool) -> ModuleSpec:
@@ -279,7 +182,7 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, stage: int | Non
     layers = range(first, first + get_num_layers_to_build(config, stage))
     specs = [_layer_spec(config, experts=layer >= model.dense_layers) for layer in layers]
     block: Any = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
-    return PolicyModel(
+    chunk = PolicyModel(
         config,
         block,
         vocab_size=model.vocabulary,
@@ -294,3 +197,7 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, stage: int | Non
         rope_scaling_factor=model.rope.llama3_factor or 1.0,
         vp_stage=stage,
     )
+    if model.mtp_built and chunk.post_process:
+        layer = _layer_spec(config, experts=model.layers >= model.dense_layers)
+        chunk.mtp = Predictor(config, layer, RMSNorm, chunk)
+    return chunk

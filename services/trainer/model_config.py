@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from services.common.errors import FailedPrecondition
+from services.common.model_overrides import config_of
+from services.trainer.config_reading import Reading
 
 Fields = Mapping[str, Any]
 """A config.json."""
@@ -103,7 +105,9 @@ class ModelConfig:
     latent: LatentAttention | None = None
     experts: Experts | None = None
     mtp_layers: int = 0
-    """Layers after the others that predict further tokens. They are not trained, and exported as they were."""
+    """Layers after the others that predict further tokens."""
+    mtp_built: bool = False
+    """Whether there are such layers in the model that is trained; else they are exported as they were."""
 
     @property
     def dense_layers(self) -> int:
@@ -111,19 +115,27 @@ class ModelConfig:
         return self.experts.first_layer if self.experts else self.layers
 
 
-def read_config(checkpoint: Path) -> ModelConfig:
-    """Read config.json. Raises ModelError for a model type or an option that is not supported."""
+def read_config(checkpoint: Path, overrides: Fields = MappingProxyType({})) -> ModelConfig:
+    """Read config.json, with some of its fields replaced.
+
+    Raises:
+        ModelError: A model type or an option is not supported, or the family does not know a replaced field.
+        SpecError: A replaced field does not fit the checkpoint.
+    """
     path = checkpoint / "config.json"
-    config = json.loads(path.read_text())
+    config = Reading(config_of(checkpoint, overrides))
     family = config.get("model_type")
     if family not in _FAMILIES:
         raise ModelError(f"{path}: model_type {family!r} is not supported; supported are {', '.join(_FAMILIES)}")
     try:
-        return _FAMILIES[family](config)
+        model = _FAMILIES[family](config)
     except KeyError as error:
         raise ModelError(f"{path}: {error.args[0]} is missing") from None
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
+    if unknown := next(config.unread(overrides), None):
+        raise ModelError(f"model.overrides.{unknown}: {family} has no such field beside the others of {path}")
+    return model
 
 
 def _dense(config: Fields, rope: Rope | None = None, **more: Any) -> ModelConfig:

@@ -14,6 +14,7 @@ from torch import Tensor
 from services.common.spec import OptimizerSpec
 from services.trainer.mcore_fixes import give_initial_state
 from services.trainer.megatron import (
+    MTP_GRAD_NORM_GROUP,
     ON_CUDA,
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -36,7 +37,9 @@ class StepResult:
     applied: bool
     """False if a gradient was not finite; weights and moments are as before."""
     grad_norm: float
-    """Global norm before clipping; 0 if not applied."""
+    """Global norm before clipping, without multi-token prediction, which is clipped by itself; 0 if not applied."""
+    mtp_grad_norm: float
+    """Of multi-token prediction; 0 if not applied, or if it is not trained."""
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
@@ -105,7 +108,10 @@ class Optimizer:
             group["lr"] = learning_rate(self._spec, number)
             group["weight_decay"] = self._spec.weight_decay * group["wd_mult"]
         applied, grad_norm, _ = self.megatron.step()
-        return StepResult(bool(applied), float(grad_norm) if applied else 0.0)
+        if not applied:
+            return StepResult(False, 0.0, 0.0)
+        of_mtp = self.megatron.grad_norms_by_group.get(MTP_GRAD_NORM_GROUP, 0.0)
+        return StepResult(True, float(grad_norm), float(of_mtp))
 
     def fetch_weights(self) -> None:
         """Have the weights whole here, of which a rank updates a part; with overlap the next forward pass would do it.

@@ -21,6 +21,23 @@ from services.trainer.context import ALONE, ContextRank
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """What multi-token prediction learns: each response token from one place before the one that predicts it.
+
+    Only the first token of a sample has no such place, and the second, if the prompt is one token.
+    """
+
+    tokens: Tensor
+    """`[1, T]`: the next token of the sample at each place, 0 at its last."""
+    places: Tensor
+    """`[A]`: the place in `[T]` that predicts each response token."""
+    targets: Tensor
+    """`[A]` response token ids."""
+    weights: Tensor
+    """`[A]` float32, those that the policy's loss gives to the same tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pack:
     """One micro-batch, ready for the model."""
 
@@ -43,6 +60,8 @@ class Pack:
     """`[R]` float32."""
     rollout_log_probs: Tensor
     """`[R]` float32, as the engine reported them."""
+    ahead: Ahead | None
+    """None unless asked for."""
 
 
 def make_pack(
@@ -52,6 +71,8 @@ def make_pack(
     device: torch.device,
     multiple: int = 1,
     context: ContextRank = ALONE,
+    *,
+    ahead: bool = False,
 ) -> Pack:
     """Pack one micro-batch.
 
@@ -62,30 +83,55 @@ def make_pack(
         device: Of the tensors.
         multiple: T is one of this; what is missing is filled by a segment of its own, that nothing looks at.
         context: Which part of every sample; what a sample lacks to be cut is filled at its end.
+        ahead: With what multi-token prediction learns.
     """
     mine = [samples[row] for row in micro_batch.rows]
     rows = [batch.rows[row] for row in micro_batch.rows]
     tokens, lengths = _lay_out(mine, context.chunks_per_segment, multiple)
+    positions = torch.tensor(_chain(map(range, lengths)))
     held = context.places(lengths)
-    places = _rows_of(held, len(tokens))[torch.tensor(_response_places(mine, lengths), dtype=torch.long)]
+    rows_of = _rows_of(held, len(tokens))
+    predicting = torch.tensor(_response_places(mine, lengths), dtype=torch.long)
+    places = rows_of[predicting]
     here = places >= 0
+    targets = torch.tensor(_chain(one.response for one in mine), dtype=torch.long)
     counts = torch.tensor([len(one.response) for one in mine], dtype=torch.long)
     rollouts = batch.rollouts_per_step[micro_batch.optimizer_step]
     mask = torch.tensor(_chain(one.loss_mask for one in mine), dtype=torch.float32)
     weight = torch.tensor([1.0 / (row.loss_denominator * rollouts) for row in rows])
+    weights = mask * weight.repeat_interleave(counts)
     advantage = torch.tensor([row.advantage for row in rows])
     log_probs = torch.tensor(_chain(one.rollout_log_probs for one in mine), dtype=torch.float32)
+
+    def look_ahead() -> Ahead:
+        before = rows_of[predicting - 1].where(positions[predicting] > 0, -1)
+        there = before >= 0
+        return Ahead(
+            tokens=_next_tokens(tokens, lengths)[None, held].to(device),
+            places=before[there].to(device),
+            targets=targets[there].to(device),
+            weights=weights[there].to(device),
+        )
+
     return Pack(
         tokens=torch.tensor([tokens])[:, held].to(device),
-        position_ids=torch.tensor([_chain(map(range, lengths))])[:, held].to(device),
+        position_ids=positions[None, held].to(device),
         segments=make_segments(lengths, device, context),
         places=places[here].to(device),
-        targets=torch.tensor(_chain(one.response for one in mine), dtype=torch.long)[here].to(device),
+        targets=targets[here].to(device),
         mask=mask[here].to(device),
-        weights=(mask * weight.repeat_interleave(counts))[here].to(device),
+        weights=weights[here].to(device),
         advantages=advantage.repeat_interleave(counts)[here].to(device),
         rollout_log_probs=log_probs[here].to(device),
+        ahead=look_ahead() if ahead else None,
     )
+
+
+def _next_tokens(tokens: list[int], lengths: tuple[int, ...]) -> Tensor:
+    """`[total]`: the next token at each place of the whole pack, 0 at the end of a segment."""
+    following = torch.tensor(tokens).roll(-1)
+    following[torch.tensor(lengths).cumsum(0) - 1] = 0
+    return following
 
 
 def _lay_out(samples: list[Sample], chunks: int, multiple: int) -> tuple[list[int], tuple[int, ...]]:

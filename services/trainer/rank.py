@@ -22,10 +22,10 @@ from services.trainer.checkpoint import RunState
 from services.trainer.codec import batch_from_proto, sample_from_bytes
 from services.trainer.export import export_hf, share_weights, shared_memory_path
 from services.trainer.exporter import Exporter
-from services.trainer.model_config import read_config
 from services.trainer.progress import Progress
 from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.replica import Replica
+from services.trainer.run_model import run_model
 from services.trainer.saving import Saving
 from services.trainer.step import Learner
 from services.trainer.watch import IDLE, watch
@@ -80,7 +80,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
     def _open(self) -> None:
         megatron.initialize(self._spec.trainer.seed, self._spec.parallel)
         self._replica = Replica()
-        self.learner = Learner(self._spec, read_config(self._spec.model.hf_checkpoint), self.progress)
+        self.learner = Learner(self._spec, run_model(self._spec), self.progress)
         self.fleet_id = on_first_rank(new_request_id)  # drawn anew whenever the ranks meet
         all_ranks(self.fleet_id)  # rank 0 asks nothing of a rank that does not know it yet
 
@@ -155,9 +155,9 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         """Write a Hugging Face checkpoint."""
-        source, target = self._spec.model.hf_checkpoint, self._spec.run_dir / "hf"
+        model, target = self._spec.model, self._spec.run_dir / "hf"
         with self._doing(request, "exporting the model"):
-            await self._worker.run(export_hf, self.learner, source, target)
+            await self._worker.run(export_hf, self.learner, model.hf_checkpoint, target, model.overrides)
         return pb.ExportModelResponse()
 
     async def EndRank(self, request: pb.EndRankRequest, context: Any) -> pb.EndRankResponse:

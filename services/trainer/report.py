@@ -37,11 +37,15 @@ class Report:
     """Sum over counted tokens of the difference between trainer's and engine's log-prob."""
     gap_max: float = 0.0
     loss: float = 0.0
-    """This and the next two: sum over optimizer steps of the mean over rollouts."""
+    """This and the next three: sum over optimizer steps of the mean over rollouts."""
     pg_clipfrac: float = 0.0
     ppo_kl: float = 0.0
+    mtp_loss: float = 0.0
+    """Of multi-token prediction, without its factor."""
     grad_norms: list[float] = field(default_factory=list)
-    """Of each optimizer step, of the whole model; 0 where it was skipped."""
+    """Of each optimizer step, of the whole model but for multi-token prediction; 0 where it was skipped."""
+    mtp_grad_norm: float = 0.0
+    """Of the layer for multi-token prediction, summed over optimizer steps, as above."""
     lr: float = 0.0
     """Of the last optimizer step."""
     skipped_steps: list[int] = field(default_factory=list)
@@ -57,6 +61,7 @@ def train_metrics(reports: Sequence[Report]) -> Metrics:
     """The `train/` metrics of a batch, from the reports of all ranks."""
     steps = len(reports[0].grad_norms)
     skipped = len(reports[0].skipped_steps)
+    applied = max(1, steps - skipped)
     seconds = max(one.seconds for one in reports)
     busy = [one.busy_seconds for one in reports]
     return {
@@ -64,7 +69,9 @@ def train_metrics(reports: Sequence[Report]) -> Metrics:
         "train/pg_clipfrac": sum(one.pg_clipfrac for one in reports) / steps,
         "train/ppo_kl": sum(one.ppo_kl for one in reports) / steps,
         "train/entropy": sum(one.entropy for one in reports) / steps,
-        "train/grad_norm": sum(reports[0].grad_norms) / max(1, steps - skipped),
+        "train/grad_norm": sum(reports[0].grad_norms) / applied,
+        "train/mtp_loss": sum(one.mtp_loss for one in reports) / steps,
+        "train/mtp_grad_norm": reports[0].mtp_grad_norm / applied,
         "train/lr": reports[0].lr,
         "train/skipped_steps": float(skipped),
         "train/seconds": seconds,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.common.spec import TrainingSpec
 from services.trainer import hf_mapping
-from services.trainer.batch import Batch, Samples
+from services.trainer.batch import Batch, Samples, check_tokens
 from services.trainer.layout import context_rank, vocabulary_part
 from services.trainer.loading import load_weights
 from services.trainer.log_probs import token_log_probs, token_log_probs_and_entropy
@@ -29,9 +29,10 @@ from services.trainer.megatron import (
 )
 from services.trainer.model import DTYPES, PolicyModel, build_model
 from services.trainer.model_config import ModelConfig
+from services.trainer.mtp import fetch_embedding
 from services.trainer.objective import objective_of
 from services.trainer.optimizer import Optimizer, learning_rate
-from services.trainer.packing import Pack, make_pack
+from services.trainer.packing import Ahead, Pack, make_pack
 from services.trainer.progress import Progress
 from services.trainer.report import MicroBatchId, Report
 
@@ -90,10 +91,11 @@ class Learner:
         return sum(_to_floats(sums)["loss"]) if computes_loss() else 0.0
 
     def _packs_by_step(self, batch: Batch, samples: Samples) -> list[list[Pack]]:
-        _check_tokens(batch, samples, self.model.vocabulary)
+        check_tokens(batch, samples, self.model.vocabulary)
         steps: list[list[Pack]] = [[] for _ in range(batch.optimizer_steps)]
+        ahead = self.model.mtp_built and torch.is_grad_enabled()  # what is only evaluated, it does not change
         for micro_batch in batch.micro_batches:
-            pack = make_pack(batch, micro_batch, samples, DEVICE, self._parallel.tensor, self._context)
+            pack = make_pack(batch, micro_batch, samples, DEVICE, self._parallel.tensor, self._context, ahead=ahead)
             steps[micro_batch.optimizer_step].append(pack)
         for index, packs in enumerate(steps):
             self._check_count(index, len(packs))
@@ -127,6 +129,8 @@ class Learner:
         """Optimizer step `number` of the run and `index` of the batch; takes one of `old_log_probs` for each pack."""
         start = time.monotonic()
         self.optimizer.zero_gradients()
+        if self.model.mtp_built:
+            fetch_embedding(self.chunks)
         items = [(pack, next(old_log_probs)) for pack in packs]
         sums = self._run(items, self._train_step, forward_only=False)
         report.busy_seconds += self.optimizer.ready_s - start
@@ -134,6 +138,7 @@ class Learner:
         result = self.optimizer.step(number)
         report.lr = learning_rate(self._spec.optimizer, number)
         report.grad_norms.append(result.grad_norm)
+        report.mtp_grad_norm += result.mtp_grad_norm
         if not result.applied:
             report.skipped_steps.append(index)
         if not computes_loss():
@@ -141,7 +146,8 @@ class Learner:
         found = _to_floats(sums)
         for name, values in found.items():
             setattr(report, name, getattr(report, name) + sum(values))
-        report.not_finite += [MicroBatchId(index, at) for at, one in enumerate(found["loss"]) if not isfinite(one)]
+        losses = zip(*(found[name] for name in ("loss", "mtp_loss") if name in found), strict=True)
+        report.not_finite += [MicroBatchId(index, at) for at, one in enumerate(losses) if not all(map(isfinite, one))]
 
     def _run(self, items: Sequence[Any], forward_step: Any, forward_only: bool) -> list[Any]:
         """Megatron's schedule over packs, and what goes with them. Lengths differ, so stages tell each other theirs."""
@@ -164,15 +170,18 @@ class Learner:
             self._progress.begin(f"{what}, micro-batch {at}")
             yield item
 
-    def _forward(self, model: Any, pack: Pack, score: Any) -> Any:
-        """What `score` makes of the hidden states before, and the weight of the output layer, and the targets."""
+    def _forward(self, model: Any, pack: Pack, score: Any, ahead: Ahead | None = None) -> Any:
+        """What `score` makes of the hidden states before, and the weight of the output layer, and the targets.
+
+        With `ahead` also the log-probs of multi-token prediction, after the others.
+        """
         return model(
             pack.tokens,
             pack.position_ids,
             None,
             packed_seq_params=pack.segments,
             output_processor=self._score_responses,
-            output_processor_context=(pack, score),
+            output_processor_context=(pack, score, ahead),
         )
 
     def _score_responses(
@@ -180,34 +189,49 @@ class Learner:
         hidden_states: Tensor,
         output_layer: Any,
         output_weight: Tensor | None,
-        context: tuple[Pack, Any],
+        context: tuple[Pack, Any, Ahead | None],
         **_: Any,
     ) -> Any:
         """Megatron's hook after the last layer; `hidden_states` are `[T, 1, hidden]`, or this rank's part of T."""
-        pack, score = context
+        pack, score, ahead = context
         own = weight_of(output_layer)
         weight = own if output_weight is None else output_weight
+        part = vocabulary_part(weight.shape[0])
+        hidden = self._pick(hidden_states, pack.places)
+        scores = score(hidden, weight, pack.targets, self._objective.temperature, part)
+        if ahead is None:
+            return scores
+        predicted = self.chunks[-1].predict_ahead(hidden_states, ahead.tokens, pack.position_ids, pack.segments)
+        hidden = self._pick(predicted, ahead.places)
+        return torch.cat([scores, token_log_probs(hidden, weight.detach(), ahead.targets, 1.0, part)])
+
+    def _pick(self, hidden_states: Tensor, places: Tensor) -> Tensor:
+        """`[places, hidden]` of all tokens of the pack."""
         if self._parallel.tensor > 1:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
-        hidden = hidden_states.squeeze(1).index_select(0, pack.places)
-        return score(hidden, weight, pack.targets, self._objective.temperature, vocabulary_part(weight.shape[0]))
+        return hidden_states.squeeze(1).index_select(0, places)
 
     def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
         return self._forward(model, next(packs), _log_probs_and_entropy), None
 
     def _train_step(self, items: Iterator[tuple[Pack, Tensor | None]], model: Any) -> tuple[Tensor, Any]:
         pack, old_log_probs = next(items)
-        log_probs = self._forward(model, pack, token_log_probs)
+        log_probs = self._forward(model, pack, token_log_probs, pack.ahead)
         return log_probs, partial(self._loss, pack, old_log_probs)
 
     def _loss(
         self, pack: Pack, old_log_probs: Tensor | None, log_probs: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The loss of a pack as Megatron wants it: the sum, a count that we do not use, and numbers to report."""
+        log_probs, predicted = log_probs.tensor_split([len(pack.targets)])
         values = self._objective(pack, log_probs, old_log_probs)
         sums = {name: (one * pack.weights).sum() for name, one in values.items()}
         total = sums["loss"]
-        return total, torch.zeros((), dtype=torch.int, device=total.device), sums | {"loss": total.detach()}
+        if pack.ahead is not None:
+            sums["mtp_loss"] = -(predicted * pack.ahead.weights).sum()
+            total = total + self._spec.trainer.mtp_loss_scaling_factor * sums["mtp_loss"]
+        counted = torch.zeros((), dtype=torch.int, device=total.device)
+        return total, counted, {name: one.detach() for name, one in sums.items()}
 
 
 def _log_probs_and_entropy(*args: Any) -> Tensor:
@@ -218,14 +242,6 @@ def _log_probs_and_entropy(*args: Any) -> Tensor:
 def computes_loss() -> bool:
     """Whether this rank's losses count: of a tensor-parallel group, which computes the same, only the first's do."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _check_tokens(batch: Batch, samples: Samples, vocabulary: int) -> None:
-    """Before CUDA meets a token that has no embedding, which would end the process."""
-    for row in (row for one in batch.micro_batches for row in one.rows):
-        for token in (*samples[row].prompt, *samples[row].response):
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"sample of row {row}: token {token} is outside the vocabulary of {vocabulary}")
 
 
 def _observations(pack: Pack, log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:

@@ -7,11 +7,12 @@ not at all, and every weight has the same bits on both sides.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from services.common.spec import ParallelSpec
 from services.trainer.boxes import boxes_of, cuts_of, only_owned, weight_boxes
 from services.trainer.export import make_anew, publish_hf
-from services.trainer.hf_mapping import find_tensors, is_mtp, load_hf, open_weights, rules_of, to_hf, weights_of
-from services.trainer.loading import CheckpointError, check_files, check_tensors, read_boxes, stored_tensors
+from services.trainer.hf_files import find_tensors, open_weights
+from services.trainer.hf_mapping import load_hf, rules_of, to_hf, weights_of
+from services.trainer.hf_mtp import is_mtp, with_copies, with_mtp_of
+from services.trainer.loading import MTP_PREFIX, CheckpointError, check_files, check_tensors, read_boxes, stored_tensors
 from services.trainer.megatron import ShardedTensor
 from services.trainer.model import PolicyModel, build_model
 from services.trainer.model_config import ModelConfig, ModelError, read_config
 from services.trainer.ranks import on_first_rank, together
+from services.trainer.run_model import with_mtp
 from services.trainer.saving import TEMPORARY_PREFIX, Saving, sync
 
 FILE_BYTES = 5_000_000_000
@@ -60,7 +64,7 @@ def write_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
     """Write the weights of a Hugging Face checkpoint; every rank holds its part of the model.
 
     Args:
-        hf: Checkpoint; its layers for multi-token prediction are left out.
+        hf: Checkpoint; of layers for multi-token prediction only a single one is taken along.
         output: New directory.
         parallel: Layout of the ranks, as Megatron was initialised.
 
@@ -68,43 +72,46 @@ def write_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
         FlotillaError: The checkpoint cannot be used, or the directory not be written.
     """
     _check_new(output)
-    model = _plain_model(hf)
+    model = with_mtp_of(_plain_model(hf), hf)
     chunks = build_model(model, _dtype(hf, model), parallel)
     together(partial(load_hf, chunks, model, hf))
     Saving(output, only_owned(weight_boxes(chunks)), {}).finish()
 
 
-def write_hf(checkpoint: Path, hf: Path, output: Path) -> None:
+def write_hf(checkpoint: Path, hf: Path, output: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Write the weights of a torch_dist directory of any layout, the ranks a file each in turn.
 
     Megatron was initialised without sizes: no rank holds the model.
 
     Args:
         checkpoint: What `write_torch_dist` wrote, or a checkpoint of a run.
-        hf: Where config and tokenizer come from, and weights of layers for multi-token prediction.
+        hf: Where config and tokenizer come from, and layers for multi-token prediction that are not in `checkpoint`.
         output: New directory.
+        overrides: Fields of config.json that the model has with other values.
 
     Raises:
         FlotillaError: The checkpoint is damaged or not of this model, or the directory cannot be written.
     """
     _check_new(output)
     model = _plain_model(hf)
+    check_files(checkpoint)
+    if any(name.startswith(MTP_PREFIX) for name in stored_tensors(checkpoint)):
+        model = with_mtp(model, where=f"{checkpoint} has such a layer")
     with FakeTensorMode():  # of the whole model, its shapes alone
         chunks = build_model(model, torch.bfloat16)
-    check_files(checkpoint)
     check_tensors(checkpoint, weight_boxes(chunks))
-    reads = [*_reads_of_trained(chunks, model, checkpoint), *_reads_of_mtp(model, hf)]
+    reads = [*_reads_of_trained(chunks, model, checkpoint, set(find_tensors(hf))), *_reads_of_mtp(model, hf)]
     temporary = output.with_name(TEMPORARY_PREFIX + output.name)
     on_first_rank(partial(make_anew, temporary))
     parts = together(partial(_write_files, reads, temporary))
     sizes = {name: entry for part in parts for name, entry in part.items()}
-    on_first_rank(partial(publish_hf, sizes, temporary, hf, output))
+    on_first_rank(partial(publish_hf, sizes, temporary, hf, output, overrides))
 
 
 def _reads_of_trained(
-    chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path
+    chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path, wanted: set[str]
 ) -> Iterator[Callable[[], Tensors]]:
-    """For each file to write, what reads its tensors."""
+    """For each file to write, what reads its tensors; `wanted` are the names of all files together."""
     stored, cuts, rules = stored_tensors(checkpoint), cuts_of(chunks), rules_of(model)
     weights = {weight.name: weight for weight in weights_of(chunks)}
     dtypes = {name: stored[cuts[weight.source][0].key].dtype for name, weight in weights.items()}
@@ -116,15 +123,15 @@ def _reads_of_trained(
         tensors = {name: torch.empty(weights[name].data.shape, dtype=dtypes[name]) for name in names}
         read_boxes(checkpoint, [box for name, one in tensors.items() for box in boxes(name, one)])
         pairs = [zip(rules[name].hf, to_hf(rules[name], one, model), strict=True) for name, one in tensors.items()]
-        return {name: tensor for several in pairs for name, tensor in several}
+        return with_copies({name: tensor for several in pairs for name, tensor in several}, model, wanted)
 
     for names in _files(weights, lambda name: weights[name].data.numel() * dtypes[name].itemsize):
         yield partial(read, names)
 
 
 def _reads_of_mtp(model: ModelConfig, hf: Path) -> Iterator[Callable[[], Tensors]]:
-    """The same for layers for multi-token prediction: a file for each file that has some of them."""
-    files = find_tensors(hf)
+    """The same for layers for multi-token prediction that are not trained: a file for each file that has some."""
+    files = {} if model.mtp_built else find_tensors(hf)
 
     def read(file: Path) -> Tensors:
         with open_weights(file) as tensors:

@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5, 40, 77, 120, 200, 33, 18]
 LOG_PROB_TOLERANCE = 1e-4
+ROPE = {"rope_theta": 500.0}
+"""In place of the checkpoint's, 10,000: the run's model is not quite the checkpoint's (`model.overrides`)."""
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +41,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def models(checkpoints: list[Path]) -> list[Any]:
     from transformers import AutoModelForCausalLM
 
-    return [AutoModelForCausalLM.from_pretrained(path).float().eval() for path in checkpoints]
+    rope = {"rope_type": "default", **ROPE}
+    return [AutoModelForCausalLM.from_pretrained(path, rope_parameters=rope).float().eval() for path in checkpoints]
 
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory, checkpoints: list[Path]) -> Iterator[RunSpec]:
     folder = tmp_path_factory.mktemp("engine")
-    spec = write_spec(folder, checkpoints[0])
+    model = {"hf_checkpoint": str(checkpoints[0]), "overrides": {"rope_parameters": ROPE}}
+    spec = write_spec(folder, checkpoints[0], model=model)
     with process("tests.integration.engine_extension", folder / "run.toml"):
         yield spec
 

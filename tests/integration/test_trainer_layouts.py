@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_models import save_model
+from tests.tiny_models import save_model, save_mtp_model
 from tests.trainer_layouts import LOGITS, sequence
 from tests.trainer_ranks import DEADLINE_S, run_ranks
 
@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(3 * DEADLINE_S)]
 Case = tuple[str, dict[str, Any]]
 """Name of a checkpoint, and the layout."""
 DENSE, SPARSE = ("qwen3", "qwen2"), ("qwen3_moe", "deepseek_v3", "glm4_moe")
+MTP = ("deepseek_v3", "glm4_moe_mtp")
+"""These have a layer for multi-token prediction, which is trained too."""
 TWO: dict[str, tuple[dict[str, int], ...]] = {
     **dict.fromkeys(DENSE, ({}, {"tensor": 2}, {"pipeline": 2})),
     **dict.fromkeys(
@@ -39,6 +41,8 @@ INTERLEAVED = {"pipeline": 2, "virtual_stages": 2}
 MORE_ON_TWO: tuple[Case, ...] = (
     *((family, {"context": 2}) for family in ("qwen3", *SPARSE)),
     ("deepseek_v3", {"context": 2, "recompute": "selective", "overlap": True}),
+    ("glm4_moe_mtp", {"context": 2}),
+    ("glm4_moe_mtp", {"pipeline": 2, "last_stage_layers": 1, "recompute": "full", "overlap": True}),
     ("qwen3_deep", INTERLEAVED),
     ("qwen3", {"overlap": True}),
     ("qwen3", {"tensor": 2, "recompute": "full"}),
@@ -55,11 +59,14 @@ MORE_ON_FOUR: tuple[Case, ...] = (
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By family, each with the logits of Hugging Face's model, and the steps of one process."""
-    paths = {name: tmp_path_factory.mktemp(name) for name in (*DENSE, *SPARSE, "qwen3_deep")}
+    paths = {name: tmp_path_factory.mktemp(name) for name in (*DENSE, *SPARSE, "qwen3_deep", "glm4_moe_mtp")}
     for name, path in paths.items():
-        family = name.removesuffix("_deep")
-        more = {"num_hidden_layers": 4} if name != family else {}
-        hf = save_model(path, family, seed=3, tied=family == "qwen3", **more)
+        family = name.removesuffix("_deep").removesuffix("_mtp")
+        more = {"num_hidden_layers": 4} if name.endswith("_deep") else {}
+        if name in MTP:
+            hf = save_mtp_model(path, family, seed=3)
+        else:
+            hf = save_model(path, family, seed=3, tied=family == "qwen3", **more)
         with torch.no_grad():
             torch.save(hf(sequence()).logits, path / LOGITS)
     run_ranks("trainer_layouts", 1, [(str(path), {}) for path in paths.values()], tmp_path_factory.mktemp("one"))

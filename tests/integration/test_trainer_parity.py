@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from services.trainer import hf_mapping, megatron
@@ -21,9 +22,9 @@ from services.trainer.batch import Batch, Sample
 from services.trainer.export import export_hf
 from services.trainer.layout import by_expert
 from services.trainer.megatron import DEVICE
-from services.trainer.model_config import read_config
 from services.trainer.packing import make_pack
 from services.trainer.report import Report
+from services.trainer.run_model import run_model
 from services.trainer.step import Learner
 from tests.tiny_models import VOCABULARY, save_model, save_mtp_model
 from tests.trainer_cases import make_batch, make_samples, make_spec, train
@@ -84,7 +85,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def make_learner(path: Path, **sections: Any) -> Learner:
     spec = make_spec(path, **sections)
-    learner = Learner(spec, read_config(path))
+    learner = Learner(spec, run_model(spec))
     learner.load_initial_weights()
     return learner
 
@@ -132,6 +133,20 @@ def test_packed_is_one_by_one(checkpoint: tuple[Path, Any], longest: int) -> Non
             theirs = hf_log_probs(hf, sample)
         assert (ours - theirs).abs().max() <= 1e-5
         assert (ours - packed_log_probs(learner, [sample])[0]).abs().max() <= 1e-5
+
+
+def test_overrides_make_the_model_that_an_export_describes(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "deepseek_v3", tied=False)
+    overrides = {"rope_parameters": YARN, "num_experts_per_tok": 2, "topk_group": 1}
+    learner = make_learner(tmp_path / "model", model={"overrides": overrides})
+    export_hf(learner, tmp_path / "model", tmp_path / "hf", overrides)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokens = torch.randint(0, VOCABULARY, (1, 96), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = learner.chunks[0](tokens, torch.arange(96)[None], None)
+        assert (ours - hf(tokens).logits).abs().max() <= 1e-5
+        assert (ours - plain(tokens).logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

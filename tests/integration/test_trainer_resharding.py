@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_models import save_model
+from tests.tiny_models import save_model, save_mtp_model
 from tests.trainer_ranks import DEADLINE_S, run_ranks
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3 * DEADLINE_S)]
@@ -55,7 +55,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("resharding")
     for family in SAVED:
         more: dict[str, Any] = {"num_hidden_layers": 4} if family.endswith("_deep") else {}
-        save_model(path / family, family.removesuffix("_deep"), seed=3, **more)
+        if family == "deepseek_v3":  # with a layer for multi-token prediction, which is trained too
+            save_mtp_model(path / family, family, seed=3)
+        else:
+            save_model(path / family, family.removesuffix("_deep"), seed=3, **more)
         (path / "saved" / family).mkdir(parents=True)
     run_ranks("trainer_checkpoints", 1, cases(path, {family: {"one": {}} for family in SAVED}, save=True), path)
     both = [*cases(path, SAVED, save=True), *cases(path, SAVED), *cases(path, RESHARDED)]

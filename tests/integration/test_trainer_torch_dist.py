@@ -22,7 +22,7 @@ from services.common.service import EXIT_BAD_INPUT
 from services.common.spec import ParallelSpec
 from services.trainer import megatron, torch_dist
 from services.trainer.checkpoint import RunState, save
-from services.trainer.hf_mapping import find_tensors
+from services.trainer.hf_files import find_tensors
 from services.trainer.megatron import ONE_RANK
 from services.trainer.model_config import read_config
 from services.trainer.step import Learner

@@ -24,13 +24,15 @@ from services.cli.preflight import (
 )
 from services.common.spec import RedisSpec, RunSpec, SpecError, load_run
 from tests.conftest import free_ports
+from tests.model_configs import RECIPES
 
+MODEL = RECIPES["Qwen3-30B-A3B"]
 ROW = {"prompt": "1+1", "label": "2"}
 
 
 def write_run(tmp_path: Path, *, model_type: str = "qwen3", rows: str | None = None, more: str = "") -> Path:
     (tmp_path / "model").mkdir(exist_ok=True)
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL, "model_type": model_type}))
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / "model" / name).touch()
     (tmp_path / "prompts.jsonl").write_text(json.dumps(ROW) + "\n" if rows is None else rows)
@@ -65,7 +67,30 @@ def test_unknown_model(tmp_path):
     with pytest.raises(SpecError) as error:
         check_inputs(spec_of(tmp_path, model_type="mamba"))
     assert str(tmp_path / "model" / "config.json") in str(error.value)
-    assert "'mamba'" in str(error.value) and "qwen3 or llama" in str(error.value)
+    assert "'mamba'" in str(error.value) and "llama, qwen2, qwen3" in str(error.value)
+
+
+def test_all_families_pass(tmp_path):
+    for model in RECIPES.values():
+        spec = spec_of(tmp_path)
+        (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+        check_inputs(spec)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("[model.overrides]\nhidden_size = 12\n", r"model\.overrides\.hidden_size: the checkpoint says 2048"),
+        ("[model.overrides]\nn_group = 2\n", r"model\.overrides\.n_group: "),
+        (
+            "[trainer]\nmtp_loss_scaling_factor = 0.1\n",
+            r"trainer\.mtp_loss_scaling_factor = 0\.1: num_nextn_predict_layers",
+        ),
+    ],
+)
+def test_what_the_model_cannot_be(tmp_path, more, message):
+    with pytest.raises(SpecError, match=message):
+        check_inputs(spec_of(tmp_path, more=more))
 
 
 def test_a_config_that_is_not_json(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.trainer import hf_mapping
+from services.trainer import hf_files, hf_mapping
 from services.trainer.hf_mapping import Layout, Rule
 from services.trainer.model_config import Experts, LatentAttention, ModelConfig, ModelError, Rope, Yarn, read_config
 from tests.model_configs import RECIPES
@@ -163,9 +163,9 @@ def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
 
 def test_files_of_tensors(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        hf_mapping.find_tensors(tmp_path)
+        hf_files.find_tensors(tmp_path)
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert hf_mapping.find_tensors(tmp_path) == {"a": tmp_path / "model.safetensors"}
+    assert hf_files.find_tensors(tmp_path) == {"a": tmp_path / "model.safetensors"}
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert hf_mapping.find_tensors(tmp_path)["b"] == tmp_path / "two.safetensors"
+    assert hf_files.find_tensors(tmp_path)["b"] == tmp_path / "two.safetensors"

@@ -10,7 +10,7 @@ from services.common.spec.reward import BOXED, BUILT_IN_GRADERS, MAX_CUSTOM_TIME
 from services.common.spec.rollout import DataSpec, RolloutSpec
 from services.common.spec.run import RunSpec, load_run
 from services.common.spec.services import DeviceEndpoint, Endpoint, RedisSpec, ServicesSpec, WeightSyncSpec
-from services.common.spec.training import LAYOUT_SECTIONS, OptimizerSpec, ParallelSpec, TrainingSpec
+from services.common.spec.training import LAYOUT_SECTIONS, ModelSpec, OptimizerSpec, ParallelSpec, TrainingSpec
 
 __all__ = [
     "BOXED",
@@ -21,6 +21,7 @@ __all__ = [
     "DataSpec",
     "DeviceEndpoint",
     "Endpoint",
+    "ModelSpec",
     "OptimizerSpec",
     "ParallelSpec",
     "RedisSpec",

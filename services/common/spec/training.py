@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import Field
@@ -25,6 +25,9 @@ class ModelSpec(Strict):
     load: Path = Path()
     """Directory that `flotilla convert hf-to-torch-dist` wrote of it, or a checkpoint of another run: the trainer's
     initial weights, optimizer anew. Empty takes those of hf_checkpoint."""
+    overrides: dict[str, Any] = {}
+    """Fields of its config.json that have other values in this run, as `rope_theta`; tables are merged. For trainer,
+    engines and exports alike."""
 
 
 class OptimizerSpec(Strict):
@@ -62,6 +65,9 @@ class TrainerSpec(Strict):
     """Packing limit; a longer sample goes alone."""
     balance_data: bool = False
     """Give the data-parallel ranks equal work, as estimated in FLOPs, instead of every n-th micro-batch."""
+    mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
+    """Factor of the loss of the layer for multi-token prediction, which then learns beside the policy; 0 leaves it as
+    it is in the checkpoint."""
     save_interval: int = Field(default=20, ge=1)
     """A checkpoint every so many rollout steps, and at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)

@@ -17,7 +17,8 @@ from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.fp8_layers import fp8_modules, plain_modules
-from services.common.spec import RunSpec
+from services.common.model_overrides import config_of
+from services.common.spec import ModelSpec, RunSpec
 
 STREAM_INTERVAL_TOKENS = 32
 """vLLM hands out tokens of a running request in portions of this size: each portion wakes a task."""
@@ -61,9 +62,24 @@ def load_llm(spec: RunSpec, worker_extension: str) -> Any:
         skip_tokenizer_init=True,
         disable_log_stats=True,
         stream_interval=STREAM_INTERVAL_TOKENS,
+        hf_config_path=str(write_configs(spec.model)) if spec.model.overrides else None,
         **(_cpu_arguments(spec) if current_platform.is_cpu() else _gpu_arguments(spec, current_platform)),
     )
     return AsyncLLM.from_engine_args(arguments)
+
+
+def write_configs(model: ModelSpec) -> Path:
+    """The checkpoint's configs as the run has them, in a directory that lives as long as this process.
+
+    vLLM's own overrides come after it has read the file, too late for a field that has another spelling inside.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="flotilla-model-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    (directory / "config.json").write_text(json.dumps(config_of(model.hf_checkpoint, model.overrides)))
+    generation = model.hf_checkpoint / "generation_config.json"
+    if generation.is_file():
+        shutil.copy2(generation, directory)
+    return directory
 
 
 def _set_environment(spec: RunSpec) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from services.common.spec.sft import SftSpec
 from services.trainer import checkpoint, megatron
 from services.trainer.loading import CheckpointError
-from services.trainer.model_config import read_config
+from services.trainer.run_model import run_model
 from services.trainer.sft.data import load_data
 from services.trainer.sft.run import batch_layout
 from services.trainer.sft.samples import make_batch
@@ -45,7 +45,7 @@ def evaluate(spec: SftSpec, run_dir: Path | None = None) -> Evaluation:
         SpecError: A row cannot be used.
         FailedPrecondition: The model is not supported, or the run has no usable checkpoint.
     """
-    model = read_config(spec.model.hf_checkpoint)
+    model = run_model(spec)
     data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
     megatron.hush()
     megatron.initialize(spec.trainer.seed)

@@ -27,9 +27,10 @@ from services.trainer.flops import forward_flops
 from services.trainer.loading import CheckpointError
 from services.trainer.megatron import parallel_state
 from services.trainer.metrics import STEP_METRICS, MetricsWriter
-from services.trainer.model_config import ModelConfig, read_config
+from services.trainer.model_config import ModelConfig
 from services.trainer.ranks import all_ranks
 from services.trainer.report import Metrics, train_metrics
+from services.trainer.run_model import run_model
 from services.trainer.sft.data import SftData, load_data
 from services.trainer.sft.samples import SftBatch, batch_digest, make_batch
 from services.trainer.step import Learner
@@ -42,6 +43,8 @@ SFT_METRICS = {
     "data/imbalance": STEP_METRICS["rollout/imbalance"],
     "train/loss": "mean negative log-likelihood of these tokens before the step, in nats",
     "train/grad_norm": STEP_METRICS["train/grad_norm"],
+    "train/mtp_loss": STEP_METRICS["train/mtp_loss"],
+    "train/mtp_grad_norm": STEP_METRICS["train/mtp_grad_norm"],
     "train/lr": STEP_METRICS["train/lr"],
     "train/skipped_steps": STEP_METRICS["train/skipped_steps"],
     "train/seconds": STEP_METRICS["train/seconds"],
@@ -65,7 +68,7 @@ def train(spec: SftSpec) -> None:
         raise SpecError("parallel: supervised fine-tuning does not cut the model: every rank has all of it")
     if spec.trainer.num_threads:
         torch.set_num_threads(spec.trainer.num_threads)
-    model = read_config(spec.model.hf_checkpoint)
+    model = run_model(spec)
     data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
     megatron.initialize(spec.trainer.seed, spec.parallel)
     try:
@@ -149,7 +152,7 @@ class SftRun:
     def _finish(self) -> None:
         self._save()
         target = self._spec.run_dir / "hf"
-        export_hf(self._learner, self._spec.model.hf_checkpoint, target)
+        export_hf(self._learner, self._spec.model.hf_checkpoint, target, self._spec.model.overrides)
         if self._metrics is not None:
             self._metrics.close()
         log.info("the run is complete", step=len(self._digests), hf_checkpoint=str(target))

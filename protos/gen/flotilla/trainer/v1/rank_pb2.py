@@ -27,7 +27,7 @@ from flotilla.common.v1 import common_pb2 as flotilla_dot_common_dot_v1_dot_comm
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66lotilla/trainer/v1/rank.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1f\x66lotilla/buffer/v1/buffer.proto\x1a\x1f\x66lotilla/common/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"&\n\x14GetRankStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"t\n\x15GetRankStatusResponse\x12\x10\n\x08\x66leet_id\x18\x01 \x01(\t\x12\r\n\x05\x64oing\x18\x02 \x01(\t\x12(\n\x05since\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08progress\x18\x04 \x01(\x03\"d\n\x10LoadStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x11\n\x04step\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_step\"\x13\n\x11LoadStateResponse\"~\n\x11TrainBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x33\n\x08manifest\x18\x04 \x01(\x0b\x32!.flotilla.buffer.v1.BatchManifest\"5\n\x0cMicroBatchId\x12\x16\n\x0eoptimizer_step\x18\x01 \x01(\x05\x12\r\n\x05index\x18\x02 \x01(\x05\"\xb2\x02\n\x12TrainBatchResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x03\x12\x15\n\rmasked_tokens\x18\x02 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x03 \x01(\x01\x12\x0b\n\x03gap\x18\x04 \x01(\x01\x12\x0f\n\x07gap_max\x18\x05 \x01(\x01\x12\x0c\n\x04loss\x18\x06 \x01(\x01\x12\x13\n\x0bpg_clipfrac\x18\x07 \x01(\x01\x12\x0e\n\x06ppo_kl\x18\x08 \x01(\x01\x12\x12\n\ngrad_norms\x18\t \x03(\x01\x12\n\n\x02lr\x18\n \x01(\x01\x12\x15\n\rskipped_steps\x18\x0b \x03(\x05\x12\x35\n\nnot_finite\x18\x0c \x03(\x0b\x32!.flotilla.trainer.v1.MicroBatchId\x12\x0f\n\x07seconds\x18\r \x01(\x01\x12\x14\n\x0c\x62usy_seconds\x18\x0e \x01(\x01\"\x80\x01\n\x14\x45xportVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x32\n\x07version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\"\x17\n\x15\x45xportVersionResponse\"m\n\x10\x42\x65ginSaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x15\n\rbatch_digests\x18\x05 \x03(\t\"\x13\n\x11\x42\x65ginSaveResponse\"W\n\x11\x46inishSaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"#\n\x12\x46inishSaveResponse\x12\r\n\x05\x66inal\x18\x01 \x01(\x08\"J\n\x12\x45xportModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\"\x15\n\x13\x45xportModelResponse\"F\n\x0e\x45ndRankRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\"\x11\n\x0f\x45ndRankResponse2\x92\x06\n\x12TrainerRankService\x12\x66\n\rGetRankStatus\x12).flotilla.trainer.v1.GetRankStatusRequest\x1a*.flotilla.trainer.v1.GetRankStatusResponse\x12Z\n\tLoadState\x12%.flotilla.trainer.v1.LoadStateRequest\x1a&.flotilla.trainer.v1.LoadStateResponse\x12]\n\nTrainBatch\x12&.flotilla.trainer.v1.TrainBatchRequest\x1a\'.flotilla.trainer.v1.TrainBatchResponse\x12\x66\n\rExportVersion\x12).flotilla.trainer.v1.ExportVersionRequest\x1a*.flotilla.trainer.v1.ExportVersionResponse\x12Z\n\tBeginSave\x12%.flotilla.trainer.v1.BeginSaveRequest\x1a&.flotilla.trainer.v1.BeginSaveResponse\x12]\n\nFinishSave\x12&.flotilla.trainer.v1.FinishSaveRequest\x1a\'.flotilla.trainer.v1.FinishSaveResponse\x12`\n\x0b\x45xportModel\x12\'.flotilla.trainer.v1.ExportModelRequest\x1a(.flotilla.trainer.v1.ExportModelResponse\x12T\n\x07\x45ndRank\x12#.flotilla.trainer.v1.EndRankRequest\x1a$.flotilla.trainer.v1.EndRankResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x66lotilla/trainer/v1/rank.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1f\x66lotilla/buffer/v1/buffer.proto\x1a\x1f\x66lotilla/common/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"&\n\x14GetRankStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"t\n\x15GetRankStatusResponse\x12\x10\n\x08\x66leet_id\x18\x01 \x01(\t\x12\r\n\x05\x64oing\x18\x02 \x01(\t\x12(\n\x05since\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08progress\x18\x04 \x01(\x03\"d\n\x10LoadStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x11\n\x04step\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_step\"\x13\n\x11LoadStateResponse\"~\n\x11TrainBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x33\n\x08manifest\x18\x04 \x01(\x0b\x32!.flotilla.buffer.v1.BatchManifest\"5\n\x0cMicroBatchId\x12\x16\n\x0eoptimizer_step\x18\x01 \x01(\x05\x12\r\n\x05index\x18\x02 \x01(\x05\"\xdb\x02\n\x12TrainBatchResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x03\x12\x15\n\rmasked_tokens\x18\x02 \x01(\x01\x12\x0f\n\x07\x65ntropy\x18\x03 \x01(\x01\x12\x0b\n\x03gap\x18\x04 \x01(\x01\x12\x0f\n\x07gap_max\x18\x05 \x01(\x01\x12\x0c\n\x04loss\x18\x06 \x01(\x01\x12\x13\n\x0bpg_clipfrac\x18\x07 \x01(\x01\x12\x0e\n\x06ppo_kl\x18\x08 \x01(\x01\x12\x12\n\ngrad_norms\x18\t \x03(\x01\x12\n\n\x02lr\x18\n \x01(\x01\x12\x15\n\rskipped_steps\x18\x0b \x03(\x05\x12\x35\n\nnot_finite\x18\x0c \x03(\x0b\x32!.flotilla.trainer.v1.MicroBatchId\x12\x0f\n\x07seconds\x18\r \x01(\x01\x12\x14\n\x0c\x62usy_seconds\x18\x0e \x01(\x01\x12\x10\n\x08mtp_loss\x18\x0f \x01(\x01\x12\x15\n\rmtp_grad_norm\x18\x10 \x01(\x01\"\x80\x01\n\x14\x45xportVersionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x32\n\x07version\x18\x04 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\"\x17\n\x15\x45xportVersionResponse\"m\n\x10\x42\x65ginSaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x15\n\rbatch_digests\x18\x05 \x03(\t\"\x13\n\x11\x42\x65ginSaveResponse\"W\n\x11\x46inishSaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"#\n\x12\x46inishSaveResponse\x12\r\n\x05\x66inal\x18\x01 \x01(\x08\"J\n\x12\x45xportModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\"\x15\n\x13\x45xportModelResponse\"F\n\x0e\x45ndRankRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66leet_id\x18\x03 \x01(\t\"\x11\n\x0f\x45ndRankResponse2\x92\x06\n\x12TrainerRankService\x12\x66\n\rGetRankStatus\x12).flotilla.trainer.v1.GetRankStatusRequest\x1a*.flotilla.trainer.v1.GetRankStatusResponse\x12Z\n\tLoadState\x12%.flotilla.trainer.v1.LoadStateRequest\x1a&.flotilla.trainer.v1.LoadStateResponse\x12]\n\nTrainBatch\x12&.flotilla.trainer.v1.TrainBatchRequest\x1a\'.flotilla.trainer.v1.TrainBatchResponse\x12\x66\n\rExportVersion\x12).flotilla.trainer.v1.ExportVersionRequest\x1a*.flotilla.trainer.v1.ExportVersionResponse\x12Z\n\tBeginSave\x12%.flotilla.trainer.v1.BeginSaveRequest\x1a&.flotilla.trainer.v1.BeginSaveResponse\x12]\n\nFinishSave\x12&.flotilla.trainer.v1.FinishSaveRequest\x1a\'.flotilla.trainer.v1.FinishSaveResponse\x12`\n\x0b\x45xportModel\x12\'.flotilla.trainer.v1.ExportModelRequest\x1a(.flotilla.trainer.v1.ExportModelResponse\x12T\n\x07\x45ndRank\x12#.flotilla.trainer.v1.EndRankRequest\x1a$.flotilla.trainer.v1.EndRankResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,27 +47,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MICROBATCHID']._serialized_start=562
   _globals['_MICROBATCHID']._serialized_end=615
   _globals['_TRAINBATCHRESPONSE']._serialized_start=618
-  _globals['_TRAINBATCHRESPONSE']._serialized_end=924
-  _globals['_EXPORTVERSIONREQUEST']._serialized_start=927
-  _globals['_EXPORTVERSIONREQUEST']._serialized_end=1055
-  _globals['_EXPORTVERSIONRESPONSE']._serialized_start=1057
-  _globals['_EXPORTVERSIONRESPONSE']._serialized_end=1080
-  _globals['_BEGINSAVEREQUEST']._serialized_start=1082
-  _globals['_BEGINSAVEREQUEST']._serialized_end=1191
-  _globals['_BEGINSAVERESPONSE']._serialized_start=1193
-  _globals['_BEGINSAVERESPONSE']._serialized_end=1212
-  _globals['_FINISHSAVEREQUEST']._serialized_start=1214
-  _globals['_FINISHSAVEREQUEST']._serialized_end=1301
-  _globals['_FINISHSAVERESPONSE']._serialized_start=1303
-  _globals['_FINISHSAVERESPONSE']._serialized_end=1338
-  _globals['_EXPORTMODELREQUEST']._serialized_start=1340
-  _globals['_EXPORTMODELREQUEST']._serialized_end=1414
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=1416
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=1437
-  _globals['_ENDRANKREQUEST']._serialized_start=1439
-  _globals['_ENDRANKREQUEST']._serialized_end=1509
-  _globals['_ENDRANKRESPONSE']._serialized_start=1511
-  _globals['_ENDRANKRESPONSE']._serialized_end=1528
-  _globals['_TRAINERRANKSERVICE']._serialized_start=1531
-  _globals['_TRAINERRANKSERVICE']._serialized_end=2317
+  _globals['_TRAINBATCHRESPONSE']._serialized_end=965
+  _globals['_EXPORTVERSIONREQUEST']._serialized_start=968
+  _globals['_EXPORTVERSIONREQUEST']._serialized_end=1096
+  _globals['_EXPORTVERSIONRESPONSE']._serialized_start=1098
+  _globals['_EXPORTVERSIONRESPONSE']._serialized_end=1121
+  _globals['_BEGINSAVEREQUEST']._serialized_start=1123
+  _globals['_BEGINSAVEREQUEST']._serialized_end=1232
+  _globals['_BEGINSAVERESPONSE']._serialized_start=1234
+  _globals['_BEGINSAVERESPONSE']._serialized_end=1253
+  _globals['_FINISHSAVEREQUEST']._serialized_start=1255
+  _globals['_FINISHSAVEREQUEST']._serialized_end=1342
+  _globals['_FINISHSAVERESPONSE']._serialized_start=1344
+  _globals['_FINISHSAVERESPONSE']._serialized_end=1379
+  _globals['_EXPORTMODELREQUEST']._serialized_start=1381
+  _globals['_EXPORTMODELREQUEST']._serialized_end=1455
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=1457
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=1478
+  _globals['_ENDRANKREQUEST']._serialized_start=1480
+  _globals['_ENDRANKREQUEST']._serialized_end=1550
+  _globals['_ENDRANKRESPONSE']._serialized_start=1552
+  _globals['_ENDRANKRESPONSE']._serialized_end=1569
+  _globals['_TRAINERRANKSERVICE']._serialized_start=1572
+  _globals['_TRAINERRANKSERVICE']._serialized_end=2358
 # @@protoc_insertion_point(module_scope)

@@ -66,7 +66,7 @@ class MicroBatchId(_message.Message):
     def __init__(self, optimizer_step: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class TrainBatchResponse(_message.Message):
-    __slots__ = ("tokens", "masked_tokens", "entropy", "gap", "gap_max", "loss", "pg_clipfrac", "ppo_kl", "grad_norms", "lr", "skipped_steps", "not_finite", "seconds", "busy_seconds")
+    __slots__ = ("tokens", "masked_tokens", "entropy", "gap", "gap_max", "loss", "pg_clipfrac", "ppo_kl", "grad_norms", "lr", "skipped_steps", "not_finite", "seconds", "busy_seconds", "mtp_loss", "mtp_grad_norm")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,8 @@ class TrainBatchResponse(_message.Message):
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MTP_LOSS_FIELD_NUMBER: _ClassVar[int]
+    MTP_GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     masked_tokens: float
     entropy: float
@@ -95,7 +97,9 @@ class TrainBatchResponse(_message.Message):
     not_finite: _containers.RepeatedCompositeFieldContainer[MicroBatchId]
     seconds: float
     busy_seconds: float
-    def __init__(self, tokens: _Optional[int] = ..., masked_tokens: _Optional[float] = ..., entropy: _Optional[float] = ..., gap: _Optional[float] = ..., gap_max: _Optional[float] = ..., loss: _Optional[float] = ..., pg_clipfrac: _Optional[float] = ..., ppo_kl: _Optional[float] = ..., grad_norms: _Optional[_Iterable[float]] = ..., lr: _Optional[float] = ..., skipped_steps: _Optional[_Iterable[int]] = ..., not_finite: _Optional[_Iterable[_Union[MicroBatchId, _Mapping]]] = ..., seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+    mtp_loss: float
+    mtp_grad_norm: float
+    def __init__(self, tokens: _Optional[int] = ..., masked_tokens: _Optional[float] = ..., entropy: _Optional[float] = ..., gap: _Optional[float] = ..., gap_max: _Optional[float] = ..., loss: _Optional[float] = ..., pg_clipfrac: _Optional[float] = ..., ppo_kl: _Optional[float] = ..., grad_norms: _Optional[_Iterable[float]] = ..., lr: _Optional[float] = ..., skipped_steps: _Optional[_Iterable[int]] = ..., not_finite: _Optional[_Iterable[_Union[MicroBatchId, _Mapping]]] = ..., seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., mtp_loss: _Optional[float] = ..., mtp_grad_norm: _Optional[float] = ...) -> None: ...
 
 class ExportVersionRequest(_message.Message):
     __slots__ = ("run_id", "request_id", "fleet_id", "version")

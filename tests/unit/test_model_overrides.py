@@ -1,0 +1,83 @@
+"""Fields of a run spec in place of those of config.json. Nothing is faked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.model_overrides import config_of
+from services.common.spec import ModelSpec, SpecError
+from services.rollout_gateway.engine.arguments import write_configs
+from services.trainer.model_config import ModelError, read_config
+from tests.model_configs import RECIPES
+from tests.trainer_cases import make_spec
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(RECIPES["DeepSeek-R1"]))
+    return tmp_path
+
+
+def test_tables_are_merged_and_the_rest_is_replaced(checkpoint: Path) -> None:
+    model = read_config(
+        checkpoint, {"rope_scaling": {"factor": 8, "beta_fast": 16}, "rope_theta": 500000, "rms_norm_eps": 1e-6}
+    )
+    assert model.rope.yarn and (model.rope.yarn.factor, model.rope.yarn.beta_fast) == (8, 16)
+    assert (model.rope.yarn.beta_slow, model.rope.yarn.original_positions, model.rope.theta) == (1, 4096, 500000)
+    assert json.loads((checkpoint / "config.json").read_text()) == RECIPES["DeepSeek-R1"]
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "n_routed_experts", "model_type"])
+def test_what_tensors_depend_on_is_refused_by_name(checkpoint: Path, name: str) -> None:
+    with pytest.raises(SpecError, match=rf"model\.overrides\.{name}: the checkpoint says "):
+        read_config(checkpoint, {name: 12})
+    assert read_config(checkpoint, {name: RECIPES["DeepSeek-R1"][name]}) == read_config(checkpoint)
+
+
+def test_a_field_that_nobody_knows_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(SpecError, match=r"model\.overrides\.hiden_size: the checkpoint has no such field"):
+        read_config(checkpoint, {"hiden_size": 7168})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "name"),
+    [
+        ("Qwen3-30B-A3B", {"n_group": 2}, "n_group"),
+        ("Qwen3-30B-A3B", {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, r"rope_scaling\.factor"),
+        ("DeepSeek-R1", {"rope_scaling": {"attention_factor": 2.0}}, r"rope_scaling\.attention_factor"),
+        ("DeepSeek-R1", {"rope_parameters": {"type": "default"}, "rope_scaling": {"factor": 4.0}}, "rope_scaling"),
+    ],
+)
+def test_what_the_family_does_not_read_is_refused(
+    tmp_path: Path, recipe: str, overrides: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECIPES[recipe]))
+    with pytest.raises(ModelError, match=rf"model\.overrides\.{name}: "):
+        read_config(tmp_path, overrides)
+
+
+def test_what_the_family_does_not_support_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="rope scaling of type 'linear'"):
+        read_config(checkpoint, {"rope_scaling": {"type": "linear"}})
+
+
+def test_overrides_belong_to_the_run(checkpoint: Path) -> None:
+    plain, other = make_spec(checkpoint), make_spec(checkpoint, model={"overrides": {"rope_scaling": {"factor": 8.0}}})
+    assert plain.digest() != other.digest()
+    assert "[model.overrides.rope_scaling]\nfactor = 8.0" in other.to_toml()
+
+
+def test_engines_read_the_same(checkpoint: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": 3}')
+    overrides = {"rope_scaling": {"factor": 8.0}}
+    directory = write_configs(ModelSpec(hf_checkpoint=checkpoint, overrides=overrides))
+    try:
+        assert json.loads((directory / "config.json").read_text()) == config_of(checkpoint, overrides)
+        assert (directory / "generation_config.json").read_text() == '{"eos_token_id": 3}'
+    finally:
+        shutil.rmtree(directory)
