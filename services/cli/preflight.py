@@ -6,7 +6,6 @@ Each check raises SpecError with a message that names the field or file and what
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,9 +15,8 @@ from services.cli.processes import LOOPBACK, engines_on_cpu, find_redis, listeni
 from services.common.http import bind_socket
 from services.common.prompts import check_rows
 from services.common.spec import LAYOUT_SECTIONS, RedisSpec, RunSpec, SpecError, load_run
+from services.trainer.model_config import ModelError, read_config
 
-MODEL_TYPES = ("qwen3", "llama")
-"""Architectures that the trainer maps to Megatron."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  POSIX shared memory lives here on Linux
 RUN_FILE = "run.toml"
 
@@ -33,15 +31,14 @@ def check_inputs(spec: RunSpec) -> None:
 
 
 def check_model(checkpoint: Path) -> None:
-    """The model is of an architecture that can be trained."""
-    config = checkpoint / "config.json"
+    """The model is one that can be trained."""
     try:
-        model_type = json.loads(config.read_text()).get("model_type")
+        read_config(checkpoint)
+    except ModelError as error:
+        raise SpecError(f"model.hf_checkpoint: {error}") from None
     except (ValueError, AttributeError):
+        config = checkpoint / "config.json"
         raise SpecError(f"{config}: not a JSON object; model.hf_checkpoint must be a Hugging Face checkpoint") from None
-    if model_type not in MODEL_TYPES:
-        known = " or ".join(MODEL_TYPES)
-        raise SpecError(f"{config}: model_type is {model_type!r}, and the trainer knows {known}; take such a model")
     for pattern in ("*.safetensors", "tokenizer*"):
         if not any(checkpoint.glob(pattern)):
             raise SpecError(f"model.hf_checkpoint: there is no {pattern} in {checkpoint}; give a whole checkpoint")

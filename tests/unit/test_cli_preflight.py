@@ -24,13 +24,14 @@ from services.cli.preflight import (
 )
 from services.common.spec import RedisSpec, RunSpec, SpecError, load_run
 from tests.conftest import free_ports
+from tests.model_configs import RECIPES
 
 ROW = {"prompt": "1+1", "label": "2"}
 
 
-def write_run(tmp_path: Path, *, model_type: str = "qwen3", rows: str | None = None, more: str = "") -> Path:
+def write_run(tmp_path: Path, *, model_type: str = "qwen3_moe", rows: str | None = None, more: str = "") -> Path:
     (tmp_path / "model").mkdir(exist_ok=True)
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**RECIPES["Qwen3-30B-A3B"], "model_type": model_type}))
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / "model" / name).touch()
     (tmp_path / "prompts.jsonl").write_text(json.dumps(ROW) + "\n" if rows is None else rows)
@@ -65,7 +66,15 @@ def test_unknown_model(tmp_path):
     with pytest.raises(SpecError) as error:
         check_inputs(spec_of(tmp_path, model_type="mamba"))
     assert str(tmp_path / "model" / "config.json") in str(error.value)
-    assert "'mamba'" in str(error.value) and "qwen3 or llama" in str(error.value)
+    assert "'mamba'" in str(error.value) and "glm4_moe" in str(error.value)
+
+
+def test_a_model_with_what_the_trainer_lacks(tmp_path):
+    spec = spec_of(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_sliding_window": True}))
+    with pytest.raises(SpecError, match=r"model.hf_checkpoint: .*config\.json: use_sliding_window"):
+        check_inputs(spec)
 
 
 def test_a_config_that_is_not_json(tmp_path):
