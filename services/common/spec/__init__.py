@@ -10,7 +10,7 @@ from services.common.spec.reward import BOXED, BUILT_IN_GRADERS, MAX_CUSTOM_TIME
 from services.common.spec.rollout import DataSpec, RolloutSpec
 from services.common.spec.run import RunSpec, load_run
 from services.common.spec.services import DeviceEndpoint, Endpoint, RedisSpec, ServicesSpec, WeightSyncSpec
-from services.common.spec.training import LAYOUT_SECTIONS, OptimizerSpec, ParallelSpec, TrainingSpec
+from services.common.spec.training import LAYOUT_SECTIONS, OptimizerSpec, ParallelSpec, TrainerSpec, TrainingSpec
 
 __all__ = [
     "BOXED",
@@ -29,6 +29,7 @@ __all__ = [
     "RunSpec",
     "ServicesSpec",
     "SpecError",
+    "TrainerSpec",
     "TrainingSpec",
     "WeightSyncSpec",
     "check_built_in",

@@ -49,7 +49,7 @@ def evaluate(spec: SftSpec, source: Path | None = None) -> Evaluation:
     model = read_config(spec.model.hf_checkpoint)
     data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
     megatron.hush()
-    megatron.initialize(spec.trainer.seed)
+    megatron.initialize(spec.trainer.seed, hang_timeout_s=spec.trainer.hang_timeout_s)
     try:
         policy = Policy(spec, model)
         if source:

@@ -74,7 +74,7 @@ def train(spec: SftSpec) -> None:
     if spec.trainer.num_threads:
         torch.set_num_threads(spec.trainer.num_threads)
     model = read_config(spec.model.hf_checkpoint)
-    megatron.initialize(spec.trainer.seed, spec.parallel)
+    megatron.initialize(spec.trainer.seed, spec.parallel, spec.trainer.hang_timeout_s)
     try:
         with only_here(spec.run_dir):
             data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
