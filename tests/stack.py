@@ -23,6 +23,8 @@ from tests.conftest import free_ports
 
 Row = dict[str, Any]
 SERVICES = ("buffer", "reward", "rollout_gateway", "trainer", "weight_sync")
+FP32_GAP_NATS = 1e-4
+"""Largest difference of two float32 implementations of one model; a skipped update shows as far more."""
 UP_S = 240.0
 """For a run of a few steps; a quiet machine needs a quarter of it."""
 START_S = 60.0
@@ -32,13 +34,21 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 """Tiny matrices gain nothing from threads, and the processes of a run share few cores."""
 
 
-def write_run(folder: Path, checkpoint: Path, prompts: list[Row], run_id: str = "", **sections: Row) -> RunSpec:
-    """A run on ports of its own, also as run.toml in the folder; `held_out` is the first six prompts."""
+def write_run(
+    folder: Path, checkpoint: Path, prompts: list[Row], run_id: str = "", ranks: int = 1, **sections: Row
+) -> RunSpec:
+    """A run on ports of its own, also as run.toml in the folder; `held_out` is the first six prompts.
+
+    The trainer has so many ranks.
+    """
     folder.mkdir()
     for name, rows in (("prompts", prompts), ("held_out", prompts[:6])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ports = iter(free_ports(2 * len(SERVICES) + 5))
-    endpoints: list[Any] = [{"grpc_port": next(ports), "http_port": next(ports)} for _ in (*SERVICES, "", "")]
+    ports = iter(free_ports(2 * (len(SERVICES) + 2 * ranks) + 2))
+
+    def endpoint() -> Row:
+        return {"grpc_port": next(ports), "http_port": next(ports)}
+
     table: dict[str, Any] = {
         "run_id": run_id or f"{folder.name}-{os.getpid()}",
         "run_dir": str(folder / "run"),
@@ -58,8 +68,13 @@ def write_run(folder: Path, checkpoint: Path, prompts: list[Row], run_id: str = 
         "trainer": {"dtype": "float32"},
         "engine": {"dtype": "float32", "max_model_len": 128, "kv_cache_gib": 0.125},
         "weight_sync": {"quantization": "none"},
-        "services": dict(zip(SERVICES, endpoints, strict=False))
-        | {"weight_agents": endpoints[-2:-1], "engines": endpoints[-1:]},
+        "services": {
+            **{name: endpoint() for name in SERVICES},
+            "trainer_ranks": [endpoint() for _ in range(1, ranks)],
+            "trainer_meeting_port": next(ports),
+            "weight_agents": [endpoint() for _ in range(ranks)],
+            "engines": [endpoint()],
+        },
         "redis": {"port": next(ports), "maxmemory_mb": 128},
     }
     for name, section in sections.items():

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "n_group": 4,
         "topk_group": 2,
+        "topk_method": "noaux_tc",
         "q_lora_rank": 24,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,

@@ -61,6 +61,13 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(tensor, expected[name]), name
 
 
+def content_of(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of all weights, moments and random states in the last checkpoint of a run, by file."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    files = json.loads((newest / "state.json").read_text())["files"]
+    return {f"{newest.name}/{name}": value for name, value in files.items() if name.endswith(".distcp")}
+
+
 async def finish(process: Trainer, timeout_s: float = 90.0) -> tuple[int, str]:
     """Exit code and standard error."""
     try:

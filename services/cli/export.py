@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.preflight import RUN_FILE
-from services.common.errors import InvalidArgument
-from services.common.spec import load_run
+from services.cli.run_argument import load_spec, spec_beside
 from services.trainer.convert import Output, run, to_hf
 
 
@@ -23,17 +21,7 @@ def export(
 
 
 def _export(source: Path, output: Path) -> None:
-    from services.trainer.checkpoint import checkpoint_path, checkpoint_steps  # here, because it takes seconds
+    spec = load_spec(spec_beside(source))
+    from services.trainer.checkpoint import find_checkpoint  # here, because it takes seconds
 
-    checkpoints = source / "checkpoints"
-    if steps := checkpoint_steps(checkpoints):
-        source = checkpoint_path(checkpoints, steps[-1])
-    elif (source / RUN_FILE).is_file():
-        raise InvalidArgument(f"{checkpoints} has no checkpoint yet")
-    run_file = source.parent.parent / RUN_FILE
-    if not run_file.is_file():
-        raise InvalidArgument(
-            f"{source} belongs to no run: {run_file} is missing; see flotilla convert torch-dist-to-hf"
-        )
-    model = load_run(run_file, environ={}).model
-    to_hf(source, model.hf_checkpoint, output, model.overrides)
+    to_hf(find_checkpoint(source), spec.model.hf_checkpoint, output, spec.model.overrides)

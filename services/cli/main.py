@@ -13,7 +13,7 @@ from services.cli.checkpoint import inspect, verify
 from services.cli.convert import app as convert_app
 from services.cli.export import export
 from services.cli.grade import grade
-from services.cli.lock import LockHeld, lock_holder, stop_supervisor, supervisor_lock
+from services.cli.lock import lock_holder, stop_supervisor, supervisor_lock
 from services.cli.observe import Observation, Observer
 from services.cli.preflight import RUN_FILE, check_inputs, check_machine, make_run_dir, write_run_file
 from services.cli.processes import Process, process_table
@@ -24,6 +24,7 @@ from services.cli.sft import eval_loss, sft
 from services.cli.supervisor import Outcome
 from services.cli.table import LiveDisplay, PlainDisplay, draw_run
 from services.cli.view import RunFiles, make_view
+from services.common.lock import LockHeld
 from services.common.spec import RunSpec, SpecError, load_run
 
 DOWN_DEADLINE_S = 60.0

@@ -11,6 +11,7 @@ import typer
 from services.cli.preflight import RUN_FILE
 from services.common.service import EXIT_BAD_INPUT
 from services.common.spec import RunSpec, SpecError, load_run
+from services.common.spec.sft import SPEC_FILE, SftSpec, load_sft
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run spec (TOML), or the directory of a run.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field.")]
@@ -29,6 +30,26 @@ def spec_of_run(run: Path, overrides: list[str] | None) -> RunSpec:
         return load_run(written, environ={}) if written.is_file() else spec
     except SpecError as error:
         refuse(error)
+
+
+def spec_beside(source: Path) -> Path:
+    """The spec that a run was started with, given the directory of the run or of one of its checkpoints.
+
+    Raises:
+        SpecError: It is neither.
+    """
+    for folder in (source, source.resolve().parent.parent):
+        for name in (RUN_FILE, SPEC_FILE):
+            if (folder / name).is_file():
+                return folder / name
+    raise SpecError(
+        f"{source} belongs to no run: {RUN_FILE} or {SPEC_FILE} is missing there; see flotilla convert torch-dist-to-hf"
+    )
+
+
+def load_spec(file: Path) -> RunSpec | SftSpec:
+    """A spec that `spec_beside` found, as the run was started with. Raises SpecError."""
+    return load_run(file, environ={}) if file.name == RUN_FILE else load_sft(file, environ={})
 
 
 def refuse(error: Exception | str) -> NoReturn:

@@ -9,9 +9,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from services.cli.loading import EXIT_INTERRUPTED, loading
-from services.cli.run_argument import Overrides, refuse
+from services.cli.run_argument import Overrides, refuse, spec_beside
 from services.common.errors import FailedPrecondition
-from services.common.spec import SpecError, make_spec
+from services.common.spec import SpecError, load_run, make_spec
 from services.common.spec.sft import SPEC_FILE, SftSpec, load_sft
 
 EVALUATION_BATCH = 64
@@ -48,20 +48,23 @@ def eval_loss(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="Hugging Face checkpoint; or spec or directory of a run of `flotilla sft`, for its newest checkpoint.",
+            help="Hugging Face checkpoint; directory of a run, for its newest checkpoint; directory of one checkpoint; "
+            "or spec of a run of `flotilla sft`.",
         ),
     ],
-    data: Annotated[Path | None, typer.Argument(metavar="DATA", help="JSONL or Parquet; of a run its own.")] = None,
+    data: Annotated[
+        Path | None, typer.Argument(metavar="DATA", help="JSONL or Parquet; of a run of `flotilla sft` its own.")
+    ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Say how likely a model finds a data file: loss and perplexity for each token that `flotilla sft` would learn."""
     try:
-        spec, run_dir = _choose(model, data, overrides or [])
+        spec, source = _choose(model, data, overrides or [])
         spec.check_files()
         with loading():
             from services.trainer.sft.evaluation import evaluate
-        found = evaluate(spec, run_dir)
+        found = evaluate(spec, source)
     except (SpecError, FailedPrecondition) as error:
         refuse(error)
     except ModuleNotFoundError as error:
@@ -78,21 +81,32 @@ def eval_loss(
 
 
 def _choose(model: Path, data: Path | None, overrides: list[str]) -> tuple[SftSpec, Path | None]:
-    """What to evaluate: a spec, and the directory of the run whose checkpoint is meant, if one is."""
+    """What to evaluate: a spec, and the run or the checkpoint of one whose weights are meant, unless they are those of
+    a Hugging Face checkpoint."""
     pairs = [*([f"data.path={data.resolve()}"] if data else []), *overrides]
-    if not (model / "config.json").is_file():
-        spec = load_sft(model / SPEC_FILE if model.is_dir() else model, pairs)
+    if model.is_file() or not model.exists():
+        spec = load_sft(model, pairs)
         return spec, spec.run_dir
+    if (model / "config.json").is_file():
+        return _made_for(model, model, data, pairs), None
+    file = spec_beside(model)
+    if file.name == SPEC_FILE:
+        return load_sft(file, pairs), model
+    return _made_for(load_run(file, environ={}).model.hf_checkpoint, model, data, pairs), model
+
+
+def _made_for(checkpoint: Path, model: Path, data: Path | None, pairs: list[str]) -> SftSpec:
+    """A spec for a model that was not fine-tuned here; `checkpoint` has config and tokenizer."""
     if data is None:
-        raise SpecError(f"{model} is a Hugging Face checkpoint: give a data file too")
+        raise SpecError(f"{model} has no data file of its own: give one too")
     table = {
         "run_id": "eval-loss",
-        "model": {"hf_checkpoint": model},
+        "model": {"hf_checkpoint": checkpoint},
         "data": {},
         "trainer": {"dtype": "float32"},
         "sft": {"batch_size": EVALUATION_BATCH},
     }
-    return make_spec(SftSpec, table, str(model), pairs), None
+    return make_spec(SftSpec, table, str(model), pairs)
 
 
 def _refuse_without(command: str, error: ModuleNotFoundError) -> NoReturn:

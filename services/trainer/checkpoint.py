@@ -50,6 +50,20 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def find_checkpoint(source: Path) -> Path:
+    """The newest checkpoint of a run, given its directory; or the checkpoint that is given itself.
+
+    Raises:
+        CheckpointError: The run has none.
+    """
+    if (source / STATE_FILE).is_file():
+        return source
+    root = source / "checkpoints"
+    if not (steps := checkpoint_steps(root)):
+        raise CheckpointError(f"{root}: there is no complete checkpoint")
+    return checkpoint_path(root, steps[-1])
+
+
 def remove_old(root: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; for one rank."""
     for step in checkpoint_steps(root)[:-keep]:

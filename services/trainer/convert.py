@@ -20,7 +20,7 @@ import typer
 
 from services.common.errors import FlotillaError
 from services.common.service import EXIT_BAD_INPUT
-from services.common.spec import ParallelSpec
+from services.common.spec import ParallelSpec, SpecError
 
 Output = Annotated[Path, typer.Option("--output", metavar="DIR", help="New directory.")]
 Size = partial(typer.Option, min=1, help="As in [parallel] of a run spec.")
@@ -80,7 +80,7 @@ def run(tool: Callable[[], None]) -> None:
     except ModuleNotFoundError as error:
         typer.echo(f"this needs {error.name}; install it with `pip install {error.name}`", err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from None
-    except (FlotillaError, OSError) as error:
+    except (FlotillaError, SpecError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from None
 

@@ -19,12 +19,12 @@ from services.common.logs import get_logger
 from services.common.rpc import call, new_request_id, open_channel
 from services.common.spec import RunSpec
 from services.trainer.codec import report_from_proto
+from services.trainer.megatron import MARGIN_S
 from services.trainer.rank import Rank
 from services.trainer.report import Report
+from services.trainer.saving import WRITE_DEADLINE_S
 from services.trainer.watch import ANSWER_TIMEOUT_S, RankFailed, watch
 
-LONGEST_S = 7200.0
-"""Beyond anything that is asked; a rank that stands still is found long before."""
 OTHER_ERRORS_S = 2.0
 """One rank's failure makes others fail, which may be heard first."""
 
@@ -36,13 +36,14 @@ class Fleet:
 
     def __init__(self, spec: RunSpec, me: Rank) -> None:
         self._spec, self._me = spec, me
+        self._hang_timeout_s = spec.trainer.hang_timeout_s
         self._channels = [open_channel(one.grpc) for one in spec.services.trainers]
         _, *self._others = self._ranks = [rank_pb2_grpc.TrainerRankServiceStub(one) for one in self._channels]
 
     async def watch(self) -> None:
         """Raises RankFailed or DeadlineExceeded when a rank ends or stands still."""
         ranks = dict(enumerate(self._ranks)) if self._others else {}
-        await watch(self._spec.run_id, self._me.fleet_id, ranks, self._spec.trainer.hang_timeout_s)
+        await watch(self._spec.run_id, self._me.fleet_id, ranks, self._hang_timeout_s)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -54,9 +55,9 @@ class Fleet:
 
     async def train(self, manifest: buffer_pb2.BatchManifest) -> list[Report]:
         """Train on a batch. Returns the reports by rank."""
-        return [
-            report_from_proto(one) for one in await self._ask("TrainBatch", pb.TrainBatchRequest(manifest=manifest))
-        ]
+        parts = 1 + 2 * len(manifest.micro_batches) + manifest.optimizer_steps  # samples, log-probs, training
+        answers = await self._ask("TrainBatch", pb.TrainBatchRequest(manifest=manifest), parts)
+        return [report_from_proto(one) for one in answers]
 
     async def export(self, version: common_pb2.PolicyVersion) -> None:
         """Hand the weights to the agents, and see them read."""
@@ -68,7 +69,8 @@ class Fleet:
 
     async def finish_save(self, *, wait: bool) -> bool:
         """Finish the checkpoint that was begun, if that needs no waiting or is waited for. Whether it is final."""
-        answers = await self._ask("FinishSave", pb.FinishSaveRequest(wait=wait))
+        parts = 1 + wait * WRITE_DEADLINE_S / self._hang_timeout_s
+        answers = await self._ask("FinishSave", pb.FinishSaveRequest(wait=wait), parts)
         return answers[0].final
 
     async def export_model(self) -> None:
@@ -84,12 +86,17 @@ class Fleet:
         request.run_id, request.request_id, request.fleet_id = self._spec.run_id, new_request_id(), self._me.fleet_id
         return request
 
-    async def _ask(self, method: str, request: Any) -> list[Any]:
-        """The answers of all ranks. If one fails, raises its error, naming it."""
+    async def _ask(self, method: str, request: Any, parts: float = 1) -> list[Any]:
+        """The answers of all ranks. If one fails, raises its error, naming it.
+
+        `parts` is how many things a rank begins one after the other; a rank that stands still at one is found by
+        `watch`, and the deadline lies beyond that.
+        """
         self._addressed(request)
+        deadline_s = parts * self._hang_timeout_s + MARGIN_S
         mine = asyncio.ensure_future(getattr(self._me, method)(request, None))
         others = [
-            asyncio.ensure_future(call(getattr(one, method), request, timeout_s=LONGEST_S, patience_s=0.0))
+            asyncio.ensure_future(call(getattr(one, method), request, timeout_s=deadline_s, patience_s=0.0))
             for one in self._others
         ]
         asked = [mine, *others]

@@ -9,19 +9,21 @@ import logging
 import os
 import warnings
 from datetime import timedelta
+from math import ceil
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from services.common.spec import ParallelSpec
+from services.common.spec import ParallelSpec, TrainerSpec
 from services.trainer import mcore_cpu
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda") if ON_CUDA else torch.device("cpu")
 BACKEND = "nccl" if ON_CUDA else "gloo"
-COLLECTIVE_TIMEOUT_S = 600.0
-"""A rank that waits longer for the others ends with an error."""
+MARGIN_S = 60.0
+"""Ranks wait so much longer for each other than `trainer.hang_timeout_s`, so that a rank that stands still is named
+first (services.trainer.watch)."""
 ONE_RANK = ParallelSpec()
 
 if not ON_CUDA:
@@ -137,19 +139,26 @@ __all__ = [
 ]
 
 
-def initialize(seed: int, parallel: ParallelSpec = ONE_RANK) -> None:
-    """Open the process group of all ranks, and Megatron's groups in it.
+def initialize(
+    seed: int, parallel: ParallelSpec = ONE_RANK, hang_timeout_s: float = TrainerSpec().hang_timeout_s
+) -> None:
+    """Meet all ranks, and open Megatron's groups. Call once, in the thread that trains; `destroy` undoes it."""
+    meet(hang_timeout_s)
+    open_groups(seed, parallel, hang_timeout_s)
+
+
+def meet(hang_timeout_s: float) -> None:
+    """Open the process group of all ranks.
 
     One rank meets itself in memory; several, as the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as
-    torchrun sets them). Call once, in the thread that trains; `destroy` undoes it.
+    torchrun sets them), and wait for each other, here and later, at most `hang_timeout_s` and a margin.
     """
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    timeout = timedelta(seconds=hang_timeout_s + MARGIN_S)
     if world_size() == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(BACKEND, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(BACKEND, timeout=timeout)
-    open_groups(seed, parallel)
 
 
 def hush() -> None:
@@ -168,7 +177,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def open_groups(seed: int, parallel: ParallelSpec) -> None:
+def open_groups(seed: int, parallel: ParallelSpec, hang_timeout_s: float = TrainerSpec().hang_timeout_s) -> None:
     """Open Megatron's groups in the process group, and seed the random state."""
     if not ON_CUDA:
         mcore_cpu.adopt_modules()
@@ -177,7 +186,8 @@ def open_groups(seed: int, parallel: ParallelSpec) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % seen)
     mcore_fixes.install()
     sizes: dict[str, Any] = group_sizes(parallel)
-    parallel_state.initialize_model_parallel(**sizes)
+    minutes = ceil((hang_timeout_s + MARGIN_S) / 60)
+    parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=minutes)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

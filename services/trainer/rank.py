@@ -15,6 +15,7 @@ from services.common.logs import get_logger
 from services.common.rpc import duration, new_request_id, open_channel
 from services.common.service import ServiceHost, now_s
 from services.common.spec import SpecError
+from services.common.threads import in_thread
 from services.trainer import checkpoint, megatron
 from services.trainer.batch import Batch, Sample
 from services.trainer.buffer_client import BufferClient
@@ -26,7 +27,7 @@ from services.trainer.progress import Progress
 from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.replica import Replica
 from services.trainer.run_model import run_model
-from services.trainer.saving import Saving
+from services.trainer.saving import WRITE_POLL_S, Saving
 from services.trainer.step import Learner
 from services.trainer.watch import IDLE, watch
 from services.trainer.worker import Worker
@@ -66,6 +67,9 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
             )
         self.progress.begin("meeting the other ranks")
         with self._host.board.waiting("the other ranks of the trainer"):
+            # The worker stays free: a process that is stopped meanwhile has nothing to wait for.
+            met, _ = in_thread(partial(megatron.meet, self._spec.trainer.hang_timeout_s), "meeting")
+            await met
             await self._worker.run(self._open)
         self.progress.begin(IDLE)
 
@@ -78,8 +82,9 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
         await watch(self._spec.run_id, self.fleet_id, ranks, self._spec.trainer.hang_timeout_s)
 
     def _open(self) -> None:
-        megatron.initialize(self._spec.trainer.seed, self._spec.parallel)
-        self._replica = Replica()
+        hang_timeout_s = self._spec.trainer.hang_timeout_s
+        megatron.open_groups(self._spec.trainer.seed, self._spec.parallel, hang_timeout_s)
+        self._replica = Replica(hang_timeout_s)
         self.learner = Learner(self._spec, run_model(self._spec), self.progress)
         self.fleet_id = on_first_rank(new_request_id)  # drawn anew whenever the ranks meet
         all_ranks(self.fleet_id)  # rank 0 asks nothing of a rank that does not know it yet
@@ -148,7 +153,9 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
     async def FinishSave(self, request: pb.FinishSaveRequest, context: Any) -> pb.FinishSaveResponse:
         """Finish the checkpoint that was begun."""
         with self._doing(request, "finishing a checkpoint"):
-            final = request.wait or await self._worker.run(self._saving.written)
+            wait_s = WRITE_POLL_S if request.wait else 0.0
+            while not (final := await self._worker.run(self._saving.written, wait_s)) and request.wait:
+                self.progress.begin("finishing a checkpoint")  # a slow disk is no rank that stands still
             if final:
                 await self._worker.run(self._saving.finish)
         return pb.FinishSaveResponse(final=final)

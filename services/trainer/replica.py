@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.megatron import parallel_state
+from services.trainer.megatron import MARGIN_S, parallel_state
 from services.trainer.ranks import all_ranks
 
 
 class Replica:
     """This rank's copy of the model. All ranks must make theirs together, after Megatron's groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_timeout_s: float) -> None:
+        """See TrainerSpec."""
         self.number = parallel_state.get_data_parallel_rank()
         """Of the copy; also the data-parallel rank."""
         members: dict[int, list[int]] = {}
         for rank, number in enumerate(all_ranks(self.number)):
             members.setdefault(number, []).append(rank)
-        groups = {number: dist.new_group(ranks, backend="gloo") for number, ranks in sorted(members.items())}
+        timeout = timedelta(seconds=hang_timeout_s + MARGIN_S)
+        groups = {
+            number: dist.new_group(ranks, backend="gloo", timeout=timeout) for number, ranks in sorted(members.items())
+        }
         self._group: Any = groups[self.number]
 
     @property

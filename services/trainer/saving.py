@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,9 @@ from services.trainer.ranks import on_first_rank, together
 TEMPORARY_PREFIX = ".unfinished-"
 WRITE_DEADLINE_S = 3600.0
 """A rank whose file is not on the disk by then is stuck."""
+WRITE_POLL_S = 0.5
+"""How soon ranks that wait for each other's files see them. They ask again and again: one that waited in a collective
+would be held for one that stands still."""
 
 
 class Saving:
@@ -62,6 +66,7 @@ class Saving:
         self._temporary = final.with_name(TEMPORARY_PREFIX + final.name)
         self._finalize: list[Callable[[], None]] = []
         self._writing: Future[dict[str, str]] | None = None
+        self._deadline = time.monotonic() + WRITE_DEADLINE_S
         if on_first_rank(partial(_prepare, final, self._temporary)):
             return
         copies = [replace(box, data=_on_host(box.data)) for box in boxes]
@@ -77,11 +82,21 @@ class Saving:
         self._writing = writer.submit(_write, request, self._temporary, dist.get_rank())
         writer.shutdown(wait=False)
 
-    def written(self) -> bool:
-        """Whether every rank's part is on the disk, so that `finish` will not wait. All ranks ask together."""
-        mine = self._writing is None or self._writing.done()
-        everyone = torch.tensor(int(mine), device=DEVICE)
+    def written(self, wait_s: float = 0.0) -> bool:
+        """Whether every rank's part is on the disk, so that `finish` will not wait. All ranks ask together.
+
+        Args:
+            wait_s: How long to wait for this rank's own part.
+
+        Raises:
+            CheckpointError: One is not after WRITE_DEADLINE_S; on every rank.
+        """
+        is_done = self._writing is None or bool(wait([self._writing], wait_s).done)
+        is_late = time.monotonic() > self._deadline
+        everyone = torch.tensor(1 if is_done else -1 if is_late else 0, device=DEVICE)
         dist.all_reduce(everyone, dist.ReduceOp.MIN)
+        if everyone < 0:
+            raise CheckpointError(f"{self._final}: not on the disk after {WRITE_DEADLINE_S:.0f} s")
         return bool(everyone)
 
     def finish(self) -> Path:
@@ -92,7 +107,9 @@ class Saving:
         """
         if self._writing is None:
             return self._final
-        everyone = together(partial(self._writing.result, WRITE_DEADLINE_S))
+        while not self.written(WRITE_POLL_S):
+            pass
+        everyone = together(self._writing.result)
         try:
             for finalize in self._finalize:
                 finalize()

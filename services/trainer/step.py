@@ -37,16 +37,20 @@ from services.trainer.progress import Progress
 from services.trainer.report import MicroBatchId, Report
 
 
-class Learner:
-    """The model, its optimizer, and how one batch changes them. Lives in one thread, after `megatron.initialize`."""
+class Policy:
+    """A model and its loss over batches. Lives in one thread, after `megatron.initialize`."""
 
     def __init__(self, spec: TrainingSpec, model: ModelConfig, progress: Progress | None = None) -> None:
         self.model = model
         self.chunks: list[PolicyModel] = build_model(model, DTYPES[spec.trainer.dtype], spec.parallel)
-        self.optimizer = Optimizer(self.chunks, spec.optimizer, spec.parallel.overlap)
         self._objective = objective_of(spec)
         self._progress = progress or Progress()
         self._spec, self._parallel, self._context = spec, spec.parallel, context_rank()
+
+    @property
+    def _called(self) -> Sequence[torch.nn.Module]:
+        """What Megatron's schedule calls, one for each chunk."""
+        return self.chunks
 
     def load_initial_weights(self) -> None:
         """Start from the torch_dist directory of the run spec, or else from its Hugging Face checkpoint."""
@@ -55,10 +59,10 @@ class Learner:
             load_weights(source.load, self.chunks)
         else:
             hf_mapping.load_hf(self.chunks, self.model, source.hf_checkpoint)
-        self.optimizer.reload()
 
-    def train(self, batch: Batch, samples: Samples) -> Report:
-        """Train on this rank's part of a batch, together with all other ranks.
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, samples: Samples) -> float:
+        """This rank's part of the loss over a batch of one optimizer step, which is not done.
 
         Args:
             batch: With the micro-batches of this rank.
@@ -68,24 +72,6 @@ class Learner:
             ValueError: A sample does not fit its row, or has a token outside the vocabulary; or the micro-batches of an
                 optimizer step do not fit the layout.
         """
-        start = time.monotonic()
-        steps = self._packs_by_step(batch, samples)
-        report = Report()
-        old = repeat(None)
-        if self._objective.needs_old:
-            old = iter(self._observe([pack for packs in steps for pack in packs], report))
-        for index, packs in enumerate(steps):
-            self._optimize(packs, old, batch.number * batch.optimizer_steps + index, index, report)
-        self.optimizer.fetch_weights()
-        report.seconds = time.monotonic() - start
-        if computes_loss() and self._context.rank == 0:
-            mine = (samples[row] for one in batch.micro_batches for row in one.rows)
-            report.tokens = sum(len(one.prompt) + len(one.response) for one in mine)
-        return report
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch, samples: Samples) -> float:
-        """This rank's part of the loss over a batch of one optimizer step, which is not done. Errors as in `train`."""
         (packs,) = self._packs_by_step(batch, samples)
         sums = self._run([(pack, None) for pack in packs], self._train_step, forward_only=True)
         return sum(_to_floats(sums)["loss"]) if computes_loss() else 0.0
@@ -109,52 +95,12 @@ class Learner:
                 f"they must be a multiple of parallel.pipeline = {multiple}"
             )
 
-    @torch.no_grad()
-    def _observe(self, packs: list[Pack], report: Report) -> list[Tensor]:
-        """Log-probs of every pack under the weights as they are, and what they say about the policy.
-
-        Empty before the last stage.
-        """
-        outputs = self._run(packs, self._observe_step, forward_only=True)
-        if not computes_loss():
-            return [log_probs for log_probs, _ in outputs] or [torch.empty(0)] * len(packs)
-        found = _to_floats([_observations(pack, *output) for pack, output in zip(packs, outputs, strict=True)])
-        report.masked_tokens, report.entropy = sum(found["tokens"]), sum(found["entropy"])
-        report.gap, report.gap_max = sum(found["gap"]), max(found["gap_max"])
-        return [log_probs for log_probs, _ in outputs]
-
-    def _optimize(
-        self, packs: list[Pack], old_log_probs: Iterator[Tensor | None], number: int, index: int, report: Report
-    ) -> None:
-        """Optimizer step `number` of the run and `index` of the batch; takes one of `old_log_probs` for each pack."""
-        start = time.monotonic()
-        self.optimizer.zero_gradients()
-        if self.model.mtp_built:
-            fetch_embedding(self.chunks)
-        items = [(pack, next(old_log_probs)) for pack in packs]
-        sums = self._run(items, self._train_step, forward_only=False)
-        report.busy_seconds += self.optimizer.ready_s - start
-        self._progress.begin("optimizer step")
-        result = self.optimizer.step(number)
-        report.lr = learning_rate(self._spec.optimizer, number)
-        report.grad_norms.append(result.grad_norm)
-        report.mtp_grad_norm += result.mtp_grad_norm
-        if not result.applied:
-            report.skipped_steps.append(index)
-        if not computes_loss():
-            return
-        found = _to_floats(sums)
-        for name, values in found.items():
-            setattr(report, name, getattr(report, name) + sum(values))
-        losses = zip(*(found[name] for name in ("loss", "mtp_loss") if name in found), strict=True)
-        report.not_finite += [MicroBatchId(index, at) for at, one in enumerate(losses) if not all(map(isfinite, one))]
-
     def _run(self, items: Sequence[Any], forward_step: Any, forward_only: bool) -> list[Any]:
         """Megatron's schedule over packs, and what goes with them. Lengths differ, so stages tell each other theirs."""
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=self._iterators(items, "log-probs" if forward_only else "training"),
-            model=[*self.optimizer.ddp],
+            model=[*self._called],
             num_microbatches=len(items),
             seq_length=1,
             micro_batch_size=1,
@@ -211,9 +157,6 @@ class Learner:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         return hidden_states.squeeze(1).index_select(0, places)
 
-    def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
-        return self._forward(model, next(packs), _log_probs_and_entropy), None
-
     def _train_step(self, items: Iterator[tuple[Pack, Tensor | None]], model: Any) -> tuple[Tensor, Any]:
         pack, old_log_probs = next(items)
         log_probs = self._forward(model, pack, token_log_probs, pack.ahead)
@@ -232,6 +175,84 @@ class Learner:
             total = total + self._spec.trainer.mtp_loss_scaling_factor * sums["mtp_loss"]
         counted = torch.zeros((), dtype=torch.int, device=total.device)
         return total, counted, {name: one.detach() for name, one in sums.items()}
+
+
+class Learner(Policy):
+    """A policy with its optimizer, and how one batch changes them."""
+
+    def __init__(self, spec: TrainingSpec, model: ModelConfig, progress: Progress | None = None) -> None:
+        super().__init__(spec, model, progress)
+        self.optimizer = Optimizer(self.chunks, spec.optimizer, spec.parallel.overlap)
+
+    @property
+    def _called(self) -> Sequence[torch.nn.Module]:
+        """What holds the gradients, one for each chunk."""
+        return self.optimizer.ddp
+
+    def load_initial_weights(self) -> None:
+        """As a policy does, with the optimizer anew."""
+        super().load_initial_weights()
+        self.optimizer.reload()
+
+    def train(self, batch: Batch, samples: Samples) -> Report:
+        """Train on this rank's part of a batch, with all other ranks. Arguments and errors are those of `evaluate`."""
+        start = time.monotonic()
+        steps = self._packs_by_step(batch, samples)
+        report = Report()
+        old = repeat(None)
+        if self._objective.needs_old:
+            old = iter(self._observe([pack for packs in steps for pack in packs], report))
+        for index, packs in enumerate(steps):
+            self._optimize(packs, old, batch.number * batch.optimizer_steps + index, index, report)
+        self.optimizer.fetch_weights()
+        report.seconds = time.monotonic() - start
+        if computes_loss() and self._context.rank == 0:
+            mine = (samples[row] for one in batch.micro_batches for row in one.rows)
+            report.tokens = sum(len(one.prompt) + len(one.response) for one in mine)
+        return report
+
+    @torch.no_grad()
+    def _observe(self, packs: list[Pack], report: Report) -> list[Tensor]:
+        """Log-probs of every pack under the weights as they are, and what they say about the policy.
+
+        Empty before the last stage.
+        """
+        outputs = self._run(packs, self._observe_step, forward_only=True)
+        if not computes_loss():
+            return [log_probs for log_probs, _ in outputs] or [torch.empty(0)] * len(packs)
+        found = _to_floats([_observations(pack, *output) for pack, output in zip(packs, outputs, strict=True)])
+        report.masked_tokens, report.entropy = sum(found["tokens"]), sum(found["entropy"])
+        report.gap, report.gap_max = sum(found["gap"]), max(found["gap_max"])
+        return [log_probs for log_probs, _ in outputs]
+
+    def _optimize(
+        self, packs: list[Pack], old_log_probs: Iterator[Tensor | None], number: int, index: int, report: Report
+    ) -> None:
+        """Optimizer step `number` of the run and `index` of the batch; takes one of `old_log_probs` for each pack."""
+        start = time.monotonic()
+        self.optimizer.zero_gradients()
+        if self.model.mtp_built:
+            fetch_embedding(self.chunks)
+        items = [(pack, next(old_log_probs)) for pack in packs]
+        sums = self._run(items, self._train_step, forward_only=False)
+        report.busy_seconds += self.optimizer.ready_s - start
+        self._progress.begin("optimizer step")
+        result = self.optimizer.step(number)
+        report.lr = learning_rate(self._spec.optimizer, number)
+        report.grad_norms.append(result.grad_norm)
+        report.mtp_grad_norm += result.mtp_grad_norm
+        if not result.applied:
+            report.skipped_steps.append(index)
+        if not computes_loss():
+            return
+        found = _to_floats(sums)
+        for name, values in found.items():
+            setattr(report, name, getattr(report, name) + sum(values))
+        losses = zip(*(found[name] for name in ("loss", "mtp_loss") if name in found), strict=True)
+        report.not_finite += [MicroBatchId(index, at) for at, one in enumerate(losses) if not all(map(isfinite, one))]
+
+    def _observe_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, None]:
+        return self._forward(model, next(packs), _log_probs_and_entropy), None
 
 
 def _log_probs_and_entropy(*args: Any) -> Tensor:

@@ -1,4 +1,5 @@
-"""The real Redis, buffer, gateway and reward service, with an engine and a trainer without models, as processes.
+"""The real Redis, buffer, gateway and reward service as processes, with an engine and a trainer without models; or with
+the real trainer, whose weights go to a stand-in.
 
     test ──► Fleet.until(condition): looks every few milliseconds, and starts again whatever was killed
                 │
@@ -27,8 +28,10 @@ WITHOUT_TORCH = (
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 REAL = ("redis", "buffer", "reward", "rollout_gateway")
-STAND_INS = {"engine-0": "tests.chaos.engine", "trainer": "tests.chaos.trainer"}
-STOP_WAVES = (("trainer", "engine-0", "rollout_gateway", "reward"), ("buffer",), ("redis",))
+WITHOUT_MODEL = {"engine-0": "tests.chaos.engine", "trainer": "tests.chaos.trainer"}
+WITH_MODEL = {"engine-0": "tests.chaos.engine", "weight_sync": "tests.chaos.weight_sync", "trainer": "services.trainer"}
+"""Modules beside the real ones, by name of the process."""
+STOP_WAVES = (("trainer", "weight_sync", "engine-0", "rollout_gateway", "reward"), ("buffer",), ("redis",))
 STOP_S = 15.0
 ORPHANS_S = 3.0
 LOOK_EVERY_S = 0.01
@@ -44,9 +47,10 @@ class Fleet:
     def __init__(self, case: Case) -> None:
         self.case = case
         table = process_table(case.spec, case.run_file)
-        self._commands = {one.name: list(one.argv) for one in table if one.name in (*REAL, *STAND_INS)}
+        modules = WITH_MODEL if case.family else WITHOUT_MODEL
+        self._commands = {one.name: list(one.argv) for one in table if one.name in (*REAL, *modules)}
         self._commands["buffer"][1:3] = ["-c", WITHOUT_TORCH, "services.buffer"]
-        for name, module in STAND_INS.items():
+        for name, module in modules.items():
             self._commands[name][2] = module
         self._alive: dict[str, subprocess.Popen[bytes]] = {}
         self._groups: list[int] = []

@@ -1,4 +1,4 @@
-"""A run without a model: a run spec, a tokenizer and prompts, on ports of its own."""
+"""A run with a tiny model or without one: a run spec, a tokenizer and prompts, on ports of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.spec import RunSpec
 from tests.conftest import free_ports
-from tests.tiny_models import save_tokenizer
+from tests.tiny_models import save_model, save_tokenizer
 
 GROUPS, SAMPLES = 4, 4
 RESPONSE_TOKENS = 256
@@ -25,6 +25,8 @@ class Case:
 
     folder: Path
     spec: RunSpec
+    family: str
+    """Of the model; empty if there is none."""
 
     @property
     def run_file(self) -> Path:
@@ -42,16 +44,19 @@ class Case:
         return self.spec.run_dir / "trained.jsonl"
 
 
-def make_case(folder: Path, num_rollout: int, **rollout: Any) -> Case:
+def make_case(folder: Path, num_rollout: int, *, family: str = "", **rollout: Any) -> Case:
     """Write everything; `rollout` changes that section of the spec."""
     (folder / "kill_points").mkdir(parents=True)
     (folder / "run" / "redis").mkdir(parents=True)
-    save_tokenizer(folder / "model")
-    (folder / "model" / "config.json").write_text("{}")
+    if family:
+        save_model(folder / "model", family)
+    else:
+        save_tokenizer(folder / "model")
+        (folder / "model" / "config.json").write_text("{}")
     for name, count in (("train", TRAIN_PROMPTS), ("held_out", HELD_OUT_PROMPTS)):
         rows = [{"prompt": f"Say {number}", "label": str(number)} for number in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    case = Case(folder, RunSpec.model_validate(_spec(folder, num_rollout, rollout)))
+    case = Case(folder, RunSpec.model_validate(_spec(folder, num_rollout, rollout)), family)
     case.run_file.write_text(case.spec.to_toml())
     return case
 
@@ -68,7 +73,14 @@ def _spec(folder: Path, num_rollout: int, rollout: dict[str, Any]) -> dict[str, 
         "model": {"hf_checkpoint": folder / "model"},
         "data": {"prompt_data": folder / "train.jsonl", "max_prompt_tokens": 64},
         "rollout": {"num_rollout": num_rollout, "lease_ttl_s": 1.0} | sampling | rollout,
-        "trainer": {"save_interval": SAVE_INTERVAL},
+        "algorithm": {"num_steps_per_rollout": 2},
+        "optimizer": {"lr": 1e-3},
+        "trainer": {
+            "dtype": "float32",
+            "num_threads": 1,
+            "max_tokens_per_micro_batch": 1024,
+            "save_interval": SAVE_INTERVAL,
+        },
         "reward": {"require_think": False},
         "evaluation": {
             "interval": EVALUATION_INTERVAL,

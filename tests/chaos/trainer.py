@@ -20,7 +20,6 @@ from typing import Any
 
 from flotilla.buffer.v1 import buffer_pb2, buffer_pb2_grpc, registry_pb2, registry_pb2_grpc
 from flotilla.common.v1 import common_pb2
-from flotilla.rollout_gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from services.common.board import StatusBoard
 from services.common.kill_points import kill_point
 from services.common.logs import setup_logging
@@ -29,12 +28,11 @@ from services.common.service import die_with_parent
 from services.common.spec import RunSpec, load_run
 from services.trainer.insist import insist
 from tests.chaos.responses import check_sample
+from tests.chaos.versions import Versions
 from tests.chaos.weights import Trained, Weights, load_newest, save
 
 STEP_S = 0.05
 POLL_S = 5.0
-PUBLISH_S = 120.0
-"""Longer than any kill in a test keeps the gateway without an engine."""
 EVALUATED_S = 120.0
 
 
@@ -45,7 +43,7 @@ class Trainer:
         self._spec, self._board = spec, StatusBoard("trainer")
         self._buffer = buffer_pb2_grpc.BufferServiceStub(buffer_channel)
         self._registry = registry_pb2_grpc.RunRegistryServiceStub(buffer_channel)
-        self._gateway = gateway_pb2_grpc.RolloutGatewayServiceStub(gateway_channel)
+        self._versions = Versions(spec.run_id, self._board, buffer_channel, gateway_channel)
         self._weights = Weights()
         self._saved_step = self._epoch = 0
 
@@ -78,23 +76,7 @@ class Trainer:
         self._epoch = (await self._ask(self._registry.BeginEpoch, request)).run_epoch
 
     async def _publish(self) -> None:
-        version = common_pb2.PolicyVersion(run_epoch=self._epoch, step=self._weights.step)
-        await self._record(version, registry_pb2.VERSION_STATE_PUBLISHING)
-        async with asyncio.timeout(PUBLISH_S):
-            revision = 0
-            while True:
-                request = gateway_pb2.ListEnginesRequest(
-                    run_id=self._spec.run_id, known_revision=revision, wait_timeout=duration(POLL_S)
-                )
-                found = await self._ask(self._gateway.ListEngines, request, poll_s=POLL_S)
-                if found.engines and all(engine.version == version for engine in found.engines):
-                    break
-                revision = found.revision
-        await self._record(version, registry_pb2.VERSION_STATE_LIVE)
-
-    async def _record(self, version: common_pb2.PolicyVersion, state: registry_pb2.VersionState) -> None:
-        record = registry_pb2.Version(version=version, state=state)
-        await self._ask(self._registry.RecordVersion, registry_pb2.RecordVersionRequest(**self._ids(), version=record))
+        await self._versions.publish(common_pb2.PolicyVersion(run_epoch=self._epoch, step=self._weights.step))
 
     async def _next_batch(self) -> buffer_pb2.BatchManifest | None:
         while True:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,17 +19,23 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from services.cli.main import app
+from services.common.errors import FailedPrecondition
 from services.common.kill_points import VARIABLE
+from services.common.lock import hold
 from services.common.spec.sft import load_sft
 from services.trainer.sft.evaluation import evaluate
-from services.trainer.sft.run import SFT_METRICS
+from services.trainer.sft.run import LOCK_FILE, SFT_METRICS, train
 from tests.conftest import free_ports
 from tests.integration.test_sft_parity import hf_loss
 from tests.sft_cases import make_case, write_spec
+from tests.trainer_cases import make_spec
+from tests.trainer_stage import assert_same, content_of
 
 pytestmark = pytest.mark.stack
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
+START_S = 12.0
+"""About what a run needs for its start."""
 TIMES = {"time", "train/seconds", "train/tokens_per_second", "time/save_seconds"}
 
 
@@ -54,20 +61,33 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def metrics_of(spec: Path) -> dict[int, dict[str, Any]]:
-    """By step, without what time says; a step that was done again counts once."""
+    """By step, without what time says; a step that was done again was the same again."""
     file = spec.parent / "runs" / "tuned" / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    return {row["step"]: {name: value for name, value in row.items() if name not in TIMES} for row in rows}
+    found: dict[int, dict[str, Any]] = {}
+    for line in file.read_text().splitlines(keepends=True) if file.is_file() else []:
+        if line.endswith("\n"):
+            row = {name: value for name, value in json.loads(line).items() if name not in TIMES}
+            assert found.setdefault(row["step"], row) == row
+    return found
 
 
-def kill_after(spec: Path, steps: int) -> None:
-    """Start, and kill once so many steps are recorded."""
+def kill_after(spec: Path, steps: int, delay_s: float = 0.0) -> None:
+    """Start, and kill so long after so many steps are recorded."""
     process, give_up = start(spec), time.monotonic() + DEADLINE_S
     while len(metrics_of(spec)) < steps and process.poll() is None:
         assert time.monotonic() < give_up, "it did not get so far"
         time.sleep(0.02)
+    time.sleep(delay_s)
     process.kill()
     ended(process, -signal.SIGKILL)
+
+
+def assert_alike(ours: Path, theirs: Path) -> None:
+    """The same metrics, models and checkpoints: weights, moments, random states."""
+    assert metrics_of(ours) == metrics_of(theirs)
+    ours, theirs = (one.parent / "runs" / "tuned" for one in (ours, theirs))
+    assert_same(*(load_file(one / "hf" / "model.safetensors") for one in (ours, theirs)))
+    assert content_of(ours) == content_of(theirs)
 
 
 def folder(path: Path) -> Path:
@@ -89,13 +109,36 @@ def test_a_killed_run_goes_on_bitwise(tiny_qwen3: Path, tmp_path: Path) -> None:
     expected = metrics_of(whole)
     assert list(expected) == list(range(1, 13))
     assert expected[1].keys() == {"step", "run_epoch", *SFT_METRICS} - TIMES
-    assert metrics_of(killed) == expected
-    ours, theirs = (load_file(one.parent / "runs" / "tuned" / "hf" / "model.safetensors") for one in (killed, whole))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_alike(killed, whole)
     assert expected[12]["train/loss"] < expected[1]["train/loss"] - 1
     changed = killed.parent / "rows.jsonl"
     changed.write_text("".join(sorted(changed.read_text().splitlines(keepends=True))))
     assert "batch 0 had other samples; data.path has changed since" in ended(start(killed), 2)
+
+
+@pytest.mark.nightly
+def test_kills_at_random_moments_change_no_bit(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """In a step, while a checkpoint is written, while it starts."""
+    whole, killed = (write_spec(folder(tmp_path / one), tiny_qwen3, rows=300) for one in ("whole", "killed"))
+    reference, random = start(whole), Random(8)
+    for _ in range(6):
+        more = random.randrange(12)
+        kill_after(killed, len(metrics_of(killed)) + more, random.uniform(0, 0.5 if more else START_S))
+        print(len(metrics_of(killed)), sorted(path.name for path in killed.parent.glob("runs/tuned/checkpoints/*")))
+    ended(reference)
+    ended(start(killed))
+    assert list(metrics_of(whole)) == list(range(1, 121))
+    assert_alike(killed, whole)
+
+
+def test_one_run_at_a_time_writes_to_a_directory(tiny_qwen3: Path, tmp_path: Path) -> None:
+    spec = load_sft(write_spec(tmp_path, tiny_qwen3), environ={})
+    spec.run_dir.mkdir(parents=True)
+    with hold(spec.run_dir / LOCK_FILE, ""), pytest.raises(FailedPrecondition) as refused:
+        train(spec)
+    assert f"{spec.run_dir} is in use by process {os.getpid()} on " in str(refused.value)
+    assert "give this run a run_dir of its own" in str(refused.value)
+    assert [path.name for path in spec.run_dir.iterdir()] == [LOCK_FILE]
 
 
 def test_two_data_parallel_ranks_train_as_one(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -116,7 +159,10 @@ def test_two_data_parallel_ranks_train_as_one(tiny_qwen3: Path, tmp_path: Path) 
             assert found[2][step][name] == pytest.approx(one[name], rel=1e-5), (step, name)
 
 
-def test_the_loss_of_a_checkpoint_is_that_of_hugging_face(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_the_loss_of_a_checkpoint_is_that_of_hugging_face_without_an_optimizer(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("services.trainer.step.Optimizer")
     spec, data = make_case(tmp_path, tiny_qwen3)
     with torch.no_grad():
         hf = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
@@ -132,15 +178,19 @@ def test_the_loss_of_a_checkpoint_is_that_of_hugging_face(tiny_qwen3: Path, tmp_
 
 
 def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """By its directory, a checkpoint, the export, and as if reinforcement learning had made the checkpoint."""
     path = write_spec(tmp_path, tiny_qwen3, sft={"epochs": 1})
     ended(start(path, "services.cli.main", "sft", "--set", "optimizer.lr=1e-2"))
-    run_dir = load_sft(path, environ={}).run_dir
+    run_dir, other = load_sft(path, environ={}).run_dir, folder(tmp_path / "other")
+    (other / "checkpoints").symlink_to(run_dir / "checkpoints")
+    (other / "run.toml").write_text(make_spec(tiny_qwen3).to_toml())
+    newest = max((run_dir / "checkpoints").iterdir())
     losses = []
-    for model in (run_dir, run_dir / "hf", tiny_qwen3):
+    for model in (run_dir, newest, run_dir / "hf", other, tiny_qwen3):
         said = CliRunner().invoke(app, ["eval-loss", str(model), str(tmp_path / "rows.jsonl"), "--json"])
         losses.append(json.loads(said.stdout)["loss"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    assert losses[0] < losses[2]
+    assert losses[:4] == pytest.approx([losses[0]] * 4, abs=1e-6)
+    assert losses[0] < losses[4]
     said = CliRunner().invoke(app, ["eval-loss", str(run_dir)])
     assert "nats a token, perplexity" in said.stdout
 
@@ -150,7 +200,8 @@ def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path
     [
         (["sft", "nowhere.toml"], "nowhere.toml: there is no such run spec"),
         (["sft", "SPEC", "--set", "data.path=nowhere.jsonl"], "data.path: there is no file"),
-        (["eval-loss", "MODEL"], "give a data file too"),
+        (["eval-loss", "MODEL"], "has no data file of its own: give one too"),
+        (["eval-loss", "FOLDER", "BAD"], "belongs to no run"),
         (["eval-loss", "MODEL", "nowhere.jsonl"], "data.path: there is no file"),
         (["eval-loss", "MODEL", "BAD"], "bad.jsonl:1: no field 'prompt'"),
         (["eval-loss", "SPEC"], "checkpoints: there is no complete checkpoint"),
@@ -159,7 +210,12 @@ def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path
 def test_bad_input_is_one_sentence(tiny_qwen3: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
-    names = {"SPEC": write_spec(tmp_path, tiny_qwen3), "MODEL": tiny_qwen3, "BAD": bad}
+    names = {
+        "SPEC": write_spec(tmp_path, tiny_qwen3),
+        "MODEL": tiny_qwen3,
+        "BAD": bad,
+        "FOLDER": folder(tmp_path / "empty"),
+    }
     said = CliRunner().invoke(app, [str(names.get(one, one)) for one in arguments])
     assert said.exit_code == 2
     assert words in said.stderr and said.stderr.count("\n") == 1

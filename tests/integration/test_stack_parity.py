@@ -43,14 +43,12 @@ from services.weight_sync.records import PolicyVersion
 from services.weight_sync.session import PlanCache, Session
 from tests import weight_sync_oracles as oracle
 from tests.integration.engine_stack import RUN_ID, EngineClient, client_of, process, sampling
-from tests.stack import Ended, evaluation_samples, ledger_of, run_to_the_end, write_run
+from tests.stack import FP32_GAP_NATS, Ended, evaluation_samples, ledger_of, run_to_the_end, write_run
 from tests.tiny_models import save_model
 from tests.trainer_cases import make_batch, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 
-FP32_GAP_NATS = 1e-4
-"""Largest difference of two float32 implementations of one model; a skipped update shows as far more."""
 BF16_MEAN_GAP_NATS = 0.01
 ORDINARY_SCALE = 0.25
 """Brings the matrices of the tiny model from 0.08 to the 0.02 that models are initialised with. At 0.08, rounding to

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flotilla.trainer.v1 import rank_pb2, rank_pb2_grpc
 from services.common.rpc import call, open_channel
+from services.trainer.worker import CLOSE_S
+from tests.conftest import free_ports
 from tests.tiny_models import save_model
 from tests.trainer_stage import STEPS, Stage, assert_same, finish, finish_all, make_stage
 
@@ -149,6 +153,28 @@ async def test_a_rank_of_another_fleet_does_nothing(model: Path, tmp_path: Path)
         for one in trainers:
             one.send_signal(signal.SIGTERM)
         assert [code for code, _ in await finish_all(trainers, 40)] == [0, 0]
+
+
+async def test_ranks_that_are_stopped_before_they_meet_end_at_once(model: Path, tmp_path: Path) -> None:
+    async with make_stage("fleet-apart", model, tmp_path, 2) as stage:
+        trainers = [await stage.start(0), await stage.start(1, MASTER_PORT=str(free_ports(1)[0]))]
+        for rank in range(2):
+            async with open_channel(stage.spec.services.trainers[rank].grpc) as channel:
+                await until_at(rank_pb2_grpc.TrainerRankServiceStub(channel), stage.spec.run_id, "meeting")
+        stopped = time.monotonic()
+        for one in trainers:
+            one.send_signal(signal.SIGTERM)
+        assert [code for code, _ in await finish_all(trainers, 40)] == [0, 0]
+        assert time.monotonic() - stopped < CLOSE_S
+
+
+async def until_at(rank: Any, run_id: str, what: str) -> None:
+    """Wait until a rank says that it is at something."""
+    async with asyncio.timeout(90):
+        request, status = rank_pb2.GetRankStatusRequest(run_id=run_id), rank_pb2.GetRankStatusResponse()
+        while what not in status.doing:
+            status = await call(rank.GetRankStatus, request, timeout_s=5, patience_s=60)
+            await asyncio.sleep(0.1)
 
 
 async def test_too_few_ranks_are_refused(model: Path, tmp_path: Path) -> None:

@@ -74,3 +74,9 @@ def test_one_rank_goes_on_with_what_two_saved(folder: Path) -> None:
 @pytest.mark.nightly
 def test_four_ranks_go_on_with_what_two_saved(folder: Path) -> None:
     run_ranks("trainer_checkpoints", 4, cases(folder, FOUR), folder)
+
+
+@pytest.mark.nightly
+def test_ranks_wait_for_a_slow_disk(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    run_ranks("trainer_slow_disk", 2, [(str(tmp_path / "model"), str(tmp_path / "checkpoints"), {})], tmp_path)

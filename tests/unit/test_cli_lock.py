@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from services.cli.lock import LockHeld, lock_holder, stop_supervisor, supervisor_lock
+from services.cli.lock import lock_holder, stop_supervisor, supervisor_lock
+from services.common.lock import LockHeld
 
 HOLDER = """
 import signal, sys
@@ -35,7 +37,8 @@ def holder(tmp_path, request):
 
 
 def test_a_second_supervisor_is_refused(tmp_path, holder):
-    with pytest.raises(LockHeld, match=f"process {holder.pid}; end it with `flotilla down`"), supervisor_lock(tmp_path):
+    said = f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()}; end it with `flotilla down`"
+    with pytest.raises(LockHeld, match=said), supervisor_lock(tmp_path):
         pass
 
 

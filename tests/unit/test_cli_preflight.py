@@ -30,7 +30,7 @@ MODEL = RECIPES["Qwen3-30B-A3B"]
 ROW = {"prompt": "1+1", "label": "2"}
 
 
-def write_run(tmp_path: Path, *, model_type: str = "qwen3", rows: str | None = None, more: str = "") -> Path:
+def write_run(tmp_path: Path, *, model_type: str = "qwen3_moe", rows: str | None = None, more: str = "") -> Path:
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "model" / "config.json").write_text(json.dumps({**MODEL, "model_type": model_type}))
     for name in ("model.safetensors", "tokenizer.json"):
@@ -91,6 +91,14 @@ def test_all_families_pass(tmp_path):
 def test_what_the_model_cannot_be(tmp_path, more, message):
     with pytest.raises(SpecError, match=message):
         check_inputs(spec_of(tmp_path, more=more))
+
+
+def test_a_model_with_what_the_trainer_lacks(tmp_path):
+    spec = spec_of(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_sliding_window": True}))
+    with pytest.raises(SpecError, match=r"config\.json: use_sliding_window"):
+        check_inputs(spec)
 
 
 def test_a_config_that_is_not_json(tmp_path):

@@ -10,7 +10,14 @@ from services.common.spec.reward import BOXED, BUILT_IN_GRADERS, MAX_CUSTOM_TIME
 from services.common.spec.rollout import DataSpec, RolloutSpec
 from services.common.spec.run import RunSpec, load_run
 from services.common.spec.services import DeviceEndpoint, Endpoint, RedisSpec, ServicesSpec, WeightSyncSpec
-from services.common.spec.training import LAYOUT_SECTIONS, ModelSpec, OptimizerSpec, ParallelSpec, TrainingSpec
+from services.common.spec.training import (
+    LAYOUT_SECTIONS,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+    TrainerSpec,
+    TrainingSpec,
+)
 
 __all__ = [
     "BOXED",
@@ -30,6 +37,7 @@ __all__ = [
     "RunSpec",
     "ServicesSpec",
     "SpecError",
+    "TrainerSpec",
     "TrainingSpec",
     "WeightSyncSpec",
     "check_built_in",

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.spec.sft import SftSpec
-from services.trainer import checkpoint, megatron
-from services.trainer.loading import CheckpointError
+from services.trainer import megatron
+from services.trainer.checkpoint import find_checkpoint
+from services.trainer.loading import load_weights
 from services.trainer.run_model import run_model
 from services.trainer.sft.data import load_data
 from services.trainer.sft.run import batch_layout
 from services.trainer.sft.samples import make_batch
-from services.trainer.step import Learner
+from services.trainer.step import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class Evaluation:
         return math.exp(self.loss)
 
 
-def evaluate(spec: SftSpec, run_dir: Path | None = None) -> Evaluation:
-    """Evaluate the model of a spec on its data, each row once.
+def evaluate(spec: SftSpec, source: Path | None = None) -> Evaluation:
+    """Evaluate the model of a spec on its data, each row once. Memory holds the weights alone, no optimizer.
 
     Args:
         spec: Of a run, or made for this alone.
-        run_dir: The weights are those of this run's newest checkpoint; None takes the Hugging Face checkpoint's.
+        source: Checkpoint of a run, or a run, for its newest one; None takes the Hugging Face checkpoint.
 
     Raises:
         SpecError: A row cannot be used.
@@ -48,28 +49,19 @@ def evaluate(spec: SftSpec, run_dir: Path | None = None) -> Evaluation:
     model = run_model(spec)
     data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
     megatron.hush()
-    megatron.initialize(spec.trainer.seed)
+    megatron.initialize(spec.trainer.seed, hang_timeout_s=spec.trainer.hang_timeout_s)
     try:
-        learner = Learner(spec, model)
-        load_weights(learner, run_dir)
+        policy = Policy(spec, model)
+        if source:
+            load_weights(find_checkpoint(source), policy.chunks)
+        else:
+            policy.load_initial_weights()
         layout, loss, size = batch_layout(spec, model), 0.0, spec.sft.batch_size
         for begin in range(0, len(data.samples), size):
             samples = data.samples[begin : begin + size]
             made = make_batch(0, samples, layout, rank=0)
-            loss += learner.evaluate(made.batch, made.samples) * sum(one.learned for one in samples)
+            loss += policy.evaluate(made.batch, made.samples) * sum(one.learned for one in samples)
     finally:
         megatron.destroy()
     tokens = sum(one.learned for one in data.samples)
     return Evaluation(loss / tokens, tokens, len(data.samples), data.overlong)
-
-
-def load_weights(learner: Learner, run_dir: Path | None) -> None:
-    """From the newest checkpoint of a run, or the Hugging Face checkpoint of the spec."""
-    if run_dir is None:
-        learner.load_initial_weights()
-        return
-    root = run_dir / "checkpoints"
-    if not (steps := checkpoint.checkpoint_steps(root)):
-        raise CheckpointError(f"{root}: there is no complete checkpoint")
-    path = checkpoint.checkpoint_path(root, steps[-1])
-    checkpoint.load(path, learner, checkpoint.read_state(path).spec_digest)

@@ -12,10 +12,14 @@ the steps since the last checkpoint, and what is done again has the same samples
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
 from services.common.kill_points import kill_point
+from services.common.lock import hold
 from services.common.logs import get_logger
 from services.common.schedule import Layout
 from services.common.spec import SpecError
@@ -28,7 +32,7 @@ from services.trainer.loading import CheckpointError
 from services.trainer.megatron import parallel_state
 from services.trainer.metrics import STEP_METRICS, MetricsWriter
 from services.trainer.model_config import ModelConfig
-from services.trainer.ranks import all_ranks
+from services.trainer.ranks import all_ranks, on_first_rank
 from services.trainer.report import Metrics, train_metrics
 from services.trainer.run_model import run_model
 from services.trainer.sft.data import SftData, load_data
@@ -54,6 +58,9 @@ SFT_METRICS = {
 }
 """Every metric of a step of supervised fine-tuning, and what it means."""
 
+LOCK_FILE = "sft.lock"
+"""In the directory of a run."""
+
 log = get_logger(__name__)
 
 
@@ -62,19 +69,34 @@ def train(spec: SftSpec) -> None:
 
     Raises:
         SpecError: Data, model or layout cannot be used.
-        FailedPrecondition: The model is not supported, or a checkpoint of the run cannot be continued.
+        FailedPrecondition: The model is not supported, a checkpoint of the run cannot be continued, or another process
+            trains in the directory of the run.
     """
     if max(spec.parallel.replica_ranks, spec.parallel.expert_replica_ranks) > 1:
         raise SpecError("parallel: supervised fine-tuning does not cut the model: every rank has all of it")
     if spec.trainer.num_threads:
         torch.set_num_threads(spec.trainer.num_threads)
     model = run_model(spec)
-    data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
-    megatron.initialize(spec.trainer.seed, spec.parallel)
+    megatron.initialize(spec.trainer.seed, spec.parallel, spec.trainer.hang_timeout_s)
     try:
-        SftRun(spec, model, data).run()
+        with only_here(spec.run_dir):
+            data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
+            SftRun(spec, model, data).run()
     finally:
         megatron.destroy()
+
+
+@contextmanager
+def only_here(run_dir: Path) -> Iterator[None]:
+    """Have rank 0 hold the directory of the run while the block runs. Raises FailedPrecondition if another run does."""
+    with ExitStack() as held:
+
+        def take() -> None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold(run_dir / LOCK_FILE, "wait for its end, or give this run a run_dir of its own"))
+
+        on_first_rank(take)
+        yield
 
 
 class SftRun:

@@ -20,6 +20,9 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 STEP_LOSS_MASK = "step_loss_mask"
 """In a message of the assistant: 0 leaves the turn out of the loss, as for slime."""
 
+INSTEAD = "give prompt and response instead of messages"
+"""What to do about a row whose turns cannot be found."""
+
 Message = dict[str, Any]
 
 
@@ -64,7 +67,7 @@ def _marked_turns(
     assistants = [is_learned for is_learned, one in zip(learned, messages, strict=True) if one["role"] == "assistant"]
     if len(turns) != len(assistants):
         raise ValueError(
-            f"the chat template marks {len(turns)} turns, and there are {len(assistants)} of the assistant"
+            f"the chat template marks {len(turns)} turns, and there are {len(assistants)} of the assistant; {INSTEAD}"
         )
     return found["input_ids"], [turn for turn, is_learned in zip(turns, assistants, strict=True) if is_learned]
 
@@ -84,7 +87,10 @@ def _prompted_turns(
     for at in (at for at, is_learned in enumerate(learned) if is_learned):
         before, after = render(at, True), render(at + 1, False)
         if not after.startswith(before):
-            raise ValueError(f"the chat template does not write message {at} behind the prompt that it gives for it")
+            raise ValueError(
+                f"the chat template does not write message {at} behind the prompt that it gives for it; {INSTEAD}, or "
+                "a template with {% generation %}"
+            )
         if not text.startswith(after):
             raise ValueError(
                 f"the chat template writes message {at} otherwise when others follow; give one row for each answer, "

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 
 from services.common.errors import Aborted, FailedPrecondition
+from services.common.threads import in_thread
 from services.weight_sync.agent.held import Held
 from services.weight_sync.meeting import Seat, SessionError
 from services.weight_sync.records import WireBucket
@@ -26,8 +26,6 @@ from services.weight_sync.transport import Transport, abort_session
 
 CLOSE_S = 2.0
 """A thread that is woken ends within milliseconds."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,30 +141,3 @@ def _send(order: TransferOrder, held: Held, device: torch.device, cancelled: thr
         if encoded.messages:
             transport.send(encoded.messages, order.receivers)
         return Sent(str(encoded.digest), transport.connect_seconds, time.monotonic() - begun)
-
-
-def in_thread(work: Callable[[], T], name: str) -> tuple[asyncio.Future[T], threading.Thread]:
-    """Run blocking work in a daemon thread, which does not keep the process alive as a pool's thread would."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: Exception | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # pyright: ignore[reportArgumentType]
-
-    def run() -> None:
-        value, failure = None, None
-        try:
-            value = work()
-        except Exception as error:  # noqa: BLE001  carried over to whoever awaits the future
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return result, thread
