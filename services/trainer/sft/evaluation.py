@@ -10,11 +10,11 @@ from services.common.spec.sft import SftSpec
 from services.trainer import megatron
 from services.trainer.checkpoint import find_checkpoint
 from services.trainer.loading import load_weights
+from services.trainer.policy import Policy
 from services.trainer.run_model import run_model
 from services.trainer.sft.data import load_data
 from services.trainer.sft.run import batch_layout
 from services.trainer.sft.samples import make_batch
-from services.trainer.step import Policy
 
 
 @dataclass(frozen=True, slots=True)
