@@ -17,7 +17,7 @@ from torch import Tensor
 from services.trainer import loss
 from services.trainer.fusion import fused
 
-CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 22}
+CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 23}
 """Size of the logits of one chunk. On CUDA large enough for the matrix product to be at full speed; on the CPU, where
 nothing is fused, small enough for the caches."""
 TILE_ROWS = 128

@@ -12,7 +12,7 @@ from torch import Tensor
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     """`[R, V]` logits of the sampling distribution."""
-    return logits.float() / temperature
+    return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 def of_targets(scaled: Tensor, targets: Tensor) -> Tensor:
@@ -34,9 +34,10 @@ def logit_gradients(
     logits: Tensor, targets: Tensor, normalizers: Tensor, gradients: Tensor, temperature: float
 ) -> Tensor:
     """`[R, V]`, dtype of the logits: gradient of `(token_log_probs * gradients).sum()` to the unscaled logits."""
-    probabilities = (scaled_logits(logits, temperature) - normalizers[:, None]).exp()
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return ((is_target.float() - probabilities) * (gradients / temperature)[:, None]).to(logits.dtype)
+    slopes = (scaled_logits(logits, temperature) - normalizers[:, None]).exp_()  # of the log-sum-exp
+    slopes -= (torch.arange(logits.shape[1], device=logits.device) == targets[:, None]).float()
+    slopes *= (-gradients / temperature)[:, None]
+    return slopes.to(logits.dtype)
 
 
 def policy_loss(
