@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 CPU = torch.device("cpu")
 FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
@@ -50,6 +51,8 @@ def adopt_modules() -> None:
     random._lazy_init = lambda: None
     dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
     dispatcher.maybe_move_tensor_to_cpu = _to_host
+    swiglu: Any = sys.modules["megatron.core.fusions.fused_bias_swiglu"]
+    swiglu.swiglu_back = _swiglu_gradient
     torch.Tensor.type = _tensor_type
     torch.Tensor.cuda = lambda self, *_, **__: self
 
@@ -67,6 +70,15 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _to_host(tensor: Any, *, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """What is on the CPU already; Megatron only converts what comes from a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _swiglu_gradient(gradient: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """Of gates and ups side by side, each half in its place; Megatron's wants to be compiled."""
+    result = torch.empty_like(mixed)
+    (gate, up), (of_gate, of_up) = mixed.chunk(2, -1), result.chunk(2, -1)
+    torch.mul(gradient, F.silu(gate), out=of_up)
+    torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
+    return result
 
 
 class _Stream:

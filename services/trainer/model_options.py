@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from services.common.spec import ParallelSpec
-from services.trainer.megatron import ON_CUDA, MLATransformerConfig, TransformerConfig, group_sizes
+from services.trainer.megatron import MLATransformerConfig, TransformerConfig, group_sizes
 from services.trainer.model_config import Experts, LatentAttention, ModelConfig, Rope
 
 DISPATCHER = "alltoall"
@@ -40,7 +40,7 @@ def transformer_config(model: ModelConfig, dtype: torch.dtype, parallel: Paralle
         calculate_per_token_loss=True,
         perform_initialization=False,
         transformer_impl="local",
-        bias_activation_fusion=ON_CUDA,
+        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
