@@ -5,7 +5,7 @@ process, however many tensors of it are asked for, and closed with the last of t
 torch is imported where it is used, since most services do without.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ program quantises a block, or some rows with a scale each; if a whole matrix sha
 largest magnitude and the next one encodes.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportAssignmentType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
