@@ -42,7 +42,9 @@ def config_of(checkpoint: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not a JSON object, as a Hugging Face checkpoint has there: {error}") from None
     if not isinstance(found, dict):
         raise SpecError(f"{path}: not a JSON object, as a Hugging Face checkpoint has there")

@@ -206,6 +206,7 @@ def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path
     [
         (["sft", "nowhere.toml"], "nowhere.toml: there is no such run spec"),
         (["sft", "SPEC", "--set", "data.path=nowhere.jsonl"], "data.path: there is no file"),
+        (["sft", "SPEC", "--set", "run_dir=bad.jsonl"], "bad.jsonl/sft.lock cannot be written: File exists"),
         (["eval-loss", "MODEL"], "has no data file of its own: give one too"),
         (["eval-loss", "FOLDER", "BAD"], "belongs to no run"),
         (["eval-loss", "MODEL", "nowhere.jsonl"], "data.path: there is no file"),
