@@ -115,7 +115,7 @@ def save_model(path: Path, family: str = "qwen3", *, seed: int = 0, tied: bool =
     return model
 
 
-def save_mtp_model(path: Path, family: str, *, seed: int = 0, tied: bool = False) -> Any:
+def save_mtp_model(path: Path, family: str, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Any:
     """A random model of three layers, and in its checkpoint, one file, a layer for multi-token prediction.
 
     As published checkpoints do, it has copies of embedding and output layer. Returns the model without that layer.
@@ -123,7 +123,7 @@ def save_mtp_model(path: Path, family: str, *, seed: int = 0, tied: bool = False
     import torch
     from safetensors.torch import load_file, save_file
 
-    hf = save_model(path, family, seed=seed, tied=tied, num_nextn_predict_layers=1)
+    hf = save_model(path, family, seed=seed, tied=tied, num_nextn_predict_layers=1, **overrides)
     file = path / "model.safetensors"
     tensors, new = load_file(file), "model.layers.3."
     draw = torch.Generator().manual_seed(seed + 1)

@@ -6,7 +6,6 @@ Each check raises SpecError with a message that names the field or file and what
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -39,9 +38,6 @@ def check_model(spec: RunSpec) -> None:
         run_model(spec)
     except ModelError as error:
         raise SpecError(f"{error}; take another model, or change the field") from None
-    except (json.JSONDecodeError, AttributeError, TypeError):
-        config = checkpoint / "config.json"
-        raise SpecError(f"{config}: not a JSON object; model.hf_checkpoint must be a Hugging Face checkpoint") from None
     for pattern in ("*.safetensors", "tokenizer*"):
         if not any(checkpoint.glob(pattern)):
             raise SpecError(f"model.hf_checkpoint: there is no {pattern} in {checkpoint}; give a whole checkpoint")

@@ -11,7 +11,7 @@ import typer
 from services.cli.loading import EXIT_INTERRUPTED, loading
 from services.cli.run_argument import Overrides, refuse, spec_beside
 from services.common.errors import FailedPrecondition
-from services.common.spec import SpecError, load_run, make_spec
+from services.common.spec import ModelSpec, SpecError, load_run, make_spec
 from services.common.spec.sft import SPEC_FILE, SftSpec, load_sft
 
 EVALUATION_BATCH = 64
@@ -88,25 +88,25 @@ def _choose(model: Path, data: Path | None, overrides: list[str]) -> tuple[SftSp
         spec = load_sft(model, pairs)
         return spec, spec.run_dir
     if (model / "config.json").is_file():
-        return _made_for(model, model, data, pairs), None
+        return _made_for(ModelSpec(hf_checkpoint=model), model, data, pairs), None
     file = spec_beside(model)
     if file.name == SPEC_FILE:
         return load_sft(file, pairs), model
-    return _made_for(load_run(file, environ={}).model.hf_checkpoint, model, data, pairs), model
+    return _made_for(load_run(file, environ={}).model, model, data, pairs), model
 
 
-def _made_for(checkpoint: Path, model: Path, data: Path | None, pairs: list[str]) -> SftSpec:
-    """A spec for a model that was not fine-tuned here; `checkpoint` has config and tokenizer."""
+def _made_for(model: ModelSpec, named: Path, data: Path | None, pairs: list[str]) -> SftSpec:
+    """A spec for a model that was not fine-tuned here, `named` on the command line."""
     if data is None:
-        raise SpecError(f"{model} has no data file of its own: give one too")
+        raise SpecError(f"{named} has no data file of its own: give one too")
     table = {
         "run_id": "eval-loss",
-        "model": {"hf_checkpoint": checkpoint},
+        "model": {"hf_checkpoint": model.hf_checkpoint, "overrides": model.overrides},
         "data": {},
         "trainer": {"dtype": "float32"},
         "sft": {"batch_size": EVALUATION_BATCH},
     }
-    return make_spec(SftSpec, table, str(model), pairs)
+    return make_spec(SftSpec, table, str(named), pairs)
 
 
 def _refuse_without(command: str, error: ModuleNotFoundError) -> NoReturn:

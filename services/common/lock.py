@@ -20,8 +20,8 @@ class LockHeld(FailedPrecondition):
 
 
 @contextmanager
-def hold(path: Path, advice: str) -> Iterator[None]:
-    """Hold the directory of a lock file while the block runs.
+def hold(path: Path, advice: str, what: Path | None = None) -> Iterator[None]:
+    """Hold the directory of a lock file, or `what` it stands for, while the block runs.
 
     Raises:
         LockHeld: Another process does; the message ends with `advice`.
@@ -30,7 +30,7 @@ def hold(path: Path, advice: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LockHeld(f"{path.parent} is in use by process {_named_in(path)}; {advice}") from None
+            raise LockHeld(f"{what or path.parent} is in use by process {_named_in(path)}; {advice}") from None
         file.truncate(0)
         file.write(f"{os.getpid()} on {socket.gethostname()}\n")
         file.flush()

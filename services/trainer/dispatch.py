@@ -98,9 +98,9 @@ class Order:
     """Tokens that go to places in an order of their own, each as often as the others, and come back from there."""
 
     def __init__(self, rows: Tensor, tokens: int) -> None:
-        """`rows` are the tokens in that order, `[T * K]`, each K times; T is `tokens`."""
+        """`rows` are the tokens in that order, `[T * K]`, each K times; T is `tokens`, and may be 0."""
         self._rows = rows
-        self._places = rows.argsort(stable=True).view(tokens, -1)
+        self._places = rows.argsort(stable=True).view(tokens, len(rows) // max(1, tokens))
 
     def spread(self, tokens: Tensor) -> Tensor:
         """`[T, ...]` -> `[T * K, ...]`."""

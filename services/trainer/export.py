@@ -19,15 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from services.common.cuda_ipc import export_memory
+from services.common.errors import FailedPrecondition
 from services.common.model_overrides import config_of
 from services.trainer.hf_files import find_tensors
 from services.trainer.hf_mapping import hf_tensors
 from services.trainer.hf_mtp import mtp_tensors, with_copies
-from services.trainer.ranks import all_ranks, on_first_rank
+from services.trainer.ranks import on_first_rank, together
 from services.trainer.saving import TEMPORARY_PREFIX, sync
 from services.trainer.step import Learner
 
@@ -144,11 +146,23 @@ def export_hf(
     if rank == 0 and not learner.model.mtp_built:
         tensors |= mtp_tensors(learner.model, source)
     file = temporary / (f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else WHOLE)
-    save_file(tensors, file, metadata={"format": "pt"})
-    sync(file)
-    index = all_ranks({name: (file.name, tensor.nbytes) for name, tensor in tensors.items()})
-    sizes = {name: entry for one in index for name, entry in one.items()}
+    parts = together(partial(write_weights, tensors, file))
+    sizes = {name: entry for part in parts for name, entry in part.items()}
     on_first_rank(partial(publish_hf, sizes, temporary, source, target, overrides))
+
+
+def write_weights(tensors: dict[str, Tensor], file: Path) -> dict[str, tuple[str, int]]:
+    """Write a safetensors file, and force it to disk. Returns file and bytes of each tensor.
+
+    Raises:
+        FailedPrecondition: The disk is full, or fails.
+    """
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise FailedPrecondition(f"{file}: not written: {error}") from error
+    sync(file)
+    return {name: (file.name, tensor.nbytes) for name, tensor in tensors.items()}
 
 
 def make_anew(directory: Path) -> None:

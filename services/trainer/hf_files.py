@@ -15,11 +15,13 @@ from services.trainer.model_config import ModelError
 
 
 def find_tensors(checkpoint: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor. Raises ModelError if there is none."""
+    """The safetensors file of each tensor. Raises ModelError if there is none, or an index that cannot be read."""
     index, single = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
     if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
-        return {name: checkpoint / file for name, file in files.items()}
+        try:
+            return {name: checkpoint / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index}: weight_map is missing or damaged: {error!r}") from None
     if not single.is_file():
         raise ModelError(f"{checkpoint}: neither {single.name} nor {index.name} is there")
     with open_weights(single) as tensors:
@@ -32,7 +34,7 @@ def open_weights(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, "pt") as tensors:
             yield tensors
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: {error}") from None
 
 

@@ -124,15 +124,16 @@ def read_config(checkpoint: Path, overrides: Fields = MappingProxyType({})) -> M
     """
     path = checkpoint / "config.json"
     config = Reading(config_of(checkpoint, overrides))
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        raise ModelError(f"{path}: model_type {family!r} is not supported; supported are {', '.join(_FAMILIES)}")
+    origin = f"{path}, with model.overrides" if overrides else str(path)
     try:
+        family = config.get("model_type")
+        if family not in _FAMILIES:
+            raise ValueError(f"model_type {family!r} is not supported; supported are {', '.join(_FAMILIES)}")
         model = _FAMILIES[family](config)
     except KeyError as error:
-        raise ModelError(f"{path}: {error.args[0]} is missing") from None
+        raise ModelError(f"{origin}: {error.args[0]} is missing") from None
     except ValueError as error:
-        raise ModelError(f"{path}: {error}") from None
+        raise ModelError(f"{origin}: {error}") from None
     if unknown := next(config.unread(overrides), None):
         raise ModelError(f"model.overrides.{unknown}: {family} has no such field beside the others of {path}")
     return model
@@ -175,9 +176,13 @@ def _qwen3(config: Fields) -> ModelConfig:
 
 def _qwen3_moe(config: Fields) -> ModelConfig:
     _only(config, attention_bias=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    count = config["num_local_experts" if "num_local_experts" in config else "num_experts"]  # transformers 5, and 4
+    chosen = config["num_experts_per_tok"]
+    if chosen > count:
+        raise ValueError(f"num_experts_per_tok = {chosen} are more than the {count} experts")
     experts = Experts(
-        count=config["num_local_experts" if "num_local_experts" in config else "num_experts"],  # transformers 5, and 4
-        chosen=config["num_experts_per_tok"],
+        count=count,
+        chosen=chosen,
         ffn_hidden=config["moe_intermediate_size"],
         shared_ffn_hidden=0,
         first_layer=0,
@@ -198,11 +203,14 @@ def _deepseek_v3(config: Fields) -> ModelConfig:
         rotary_size=config["qk_rope_head_dim"],
         value_size=config["v_head_dim"],
     )
+    rope = _rope(config, scaling="yarn")
+    if rope.fraction != 1:
+        raise ValueError(f"partial_rotary_factor = {rope.fraction} is not supported; only 1 is")
     return _dense(
         config,
         latent=latent,
         experts=_sigmoid_experts(config),
-        rope=_rope(config, scaling="yarn"),
+        rope=rope,
         mtp_layers=config.get("num_nextn_predict_layers", 0),
     )
 
@@ -221,11 +229,16 @@ def _glm4_moe(config: Fields) -> ModelConfig:
 def _sigmoid_experts(config: Fields) -> Experts:
     _only(config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
     chosen, groups, chosen_groups = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
+    count = config["n_routed_experts"]
+    if count % groups or chosen_groups > groups:
+        raise ValueError(f"n_group = {groups} must divide the {count} experts, and topk_group = {chosen_groups} fit in")
+    if chosen > count // groups * chosen_groups:
+        raise ValueError(f"num_experts_per_tok = {chosen} are more than the experts of topk_group = {chosen_groups}")
     # Both choose groups by the sum of their best scores: Hugging Face of the best two, Megatron of as many as it takes.
     if groups > 1 and chosen != 2 * chosen_groups:
         raise ValueError(f"num_experts_per_tok = {chosen} is not twice topk_group = {chosen_groups}: not supported")
     return Experts(
-        count=config["n_routed_experts"],
+        count=count,
         chosen=chosen,
         ffn_hidden=config["moe_intermediate_size"],
         shared_ffn_hidden=config["moe_intermediate_size"] * config["n_shared_experts"],

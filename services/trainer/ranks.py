@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from services.common.errors import FailedPrecondition, FlotillaError
+from services.common.lock import hold
 
 T = TypeVar("T")
 
@@ -39,3 +42,19 @@ def together(function: Callable[[], T]) -> list[T]:
 def on_first_rank(function: Callable[[], T]) -> T:
     """Call on rank 0; every rank returns what that returned. Raises as `together` does."""
     return together(function if dist.get_rank() == 0 else lambda: None)[0]  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def held(path: Path, advice: str, what: Path | None = None) -> Iterator[None]:
+    """Have rank 0 hold a lock file, whose directory is made, while the block runs; as services.common.lock.hold."""
+    with ExitStack() as locks:
+
+        def take() -> None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                locks.enter_context(hold(path, advice, what))
+            except OSError as error:
+                raise FailedPrecondition(f"{path} cannot be written: {error.strerror}") from None
+
+        on_first_rank(take)
+        yield

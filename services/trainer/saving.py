@@ -114,7 +114,8 @@ class Saving:
             for finalize in self._finalize:
                 finalize()
         except (CheckpointException, OSError) as error:
-            raise CheckpointError(f"{self._final}: not written: {error}") from error
+            why, free = str(error).strip().splitlines()[-1], shutil.disk_usage(self._temporary).free
+            raise CheckpointError(f"{self._final}: not written, with {free:,} bytes free on its disk: {why}") from error
         files = {name: value for one in everyone for name, value in one.items()}
         on_first_rank(partial(_publish, self._temporary, self._final, self._state, files))
         return self._final

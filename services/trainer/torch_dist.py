@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -16,13 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from services.common.spec import ParallelSpec
 from services.trainer.boxes import boxes_of, cuts_of, only_owned, weight_boxes
-from services.trainer.export import make_anew, publish_hf
+from services.trainer.export import make_anew, publish_hf, write_weights
 from services.trainer.hf_files import find_tensors, open_weights
 from services.trainer.hf_mapping import load_hf, rules_of, to_hf, weights_of
 from services.trainer.hf_mtp import is_mtp, with_copies, with_mtp_of
@@ -30,9 +30,9 @@ from services.trainer.loading import MTP_PREFIX, CheckpointError, check_files, c
 from services.trainer.megatron import ShardedTensor
 from services.trainer.model import PolicyModel, build_model
 from services.trainer.model_config import ModelConfig, ModelError, read_config
-from services.trainer.ranks import on_first_rank, together
+from services.trainer.ranks import held, on_first_rank, together
 from services.trainer.run_model import with_mtp
-from services.trainer.saving import TEMPORARY_PREFIX, Saving, sync
+from services.trainer.saving import TEMPORARY_PREFIX, Saving
 
 FILE_BYTES = 5_000_000_000
 """Of a file of weights, as Hugging Face cuts them; a process holds little more at a time."""
@@ -71,11 +71,11 @@ def write_torch_dist(hf: Path, output: Path, parallel: ParallelSpec) -> None:
     Raises:
         FlotillaError: The checkpoint cannot be used, or the directory not be written.
     """
-    _check_new(output)
-    model = with_mtp_of(_plain_model(hf), hf)
-    chunks = build_model(model, _dtype(hf, model), parallel)
-    together(partial(load_hf, chunks, model, hf))
-    Saving(output, only_owned(weight_boxes(chunks)), {}).finish()
+    with _making(output):
+        model = with_mtp_of(_plain_model(hf), hf)
+        chunks = build_model(model, _dtype(hf, model), parallel)
+        together(partial(load_hf, chunks, model, hf))
+        Saving(output, only_owned(weight_boxes(chunks)), {}).finish()
 
 
 def write_hf(checkpoint: Path, hf: Path, output: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -92,20 +92,20 @@ def write_hf(checkpoint: Path, hf: Path, output: Path, overrides: Mapping[str, A
     Raises:
         FlotillaError: The checkpoint is damaged or not of this model, or the directory cannot be written.
     """
-    _check_new(output)
-    model = _plain_model(hf)
-    check_files(checkpoint)
-    if any(name.startswith(MTP_PREFIX) for name in stored_tensors(checkpoint)):
-        model = with_mtp(model, where=f"{checkpoint} has such a layer")
-    with FakeTensorMode():  # of the whole model, its shapes alone
-        chunks = build_model(model, torch.bfloat16)
-    check_tensors(checkpoint, weight_boxes(chunks))
-    reads = [*_reads_of_trained(chunks, model, checkpoint, set(find_tensors(hf))), *_reads_of_mtp(model, hf)]
-    temporary = output.with_name(TEMPORARY_PREFIX + output.name)
-    on_first_rank(partial(make_anew, temporary))
-    parts = together(partial(_write_files, reads, temporary))
-    sizes = {name: entry for part in parts for name, entry in part.items()}
-    on_first_rank(partial(publish_hf, sizes, temporary, hf, output, overrides))
+    with _making(output):
+        model = _plain_model(hf)
+        check_files(checkpoint)
+        if any(name.startswith(MTP_PREFIX) for name in stored_tensors(checkpoint)):
+            model = with_mtp(model, where=f"{checkpoint} has such a layer")
+        with FakeTensorMode():  # of the whole model, its shapes alone
+            chunks = build_model(model, torch.bfloat16)
+        check_tensors(checkpoint, weight_boxes(chunks))
+        reads = [*_reads_of_trained(chunks, model, checkpoint, set(find_tensors(hf))), *_reads_of_mtp(model, hf)]
+        temporary = output.with_name(TEMPORARY_PREFIX + output.name)
+        on_first_rank(partial(make_anew, temporary))
+        parts = together(partial(_write_files, reads, temporary))
+        sizes = {name: entry for part in parts for name, entry in part.items()}
+        on_first_rank(partial(publish_hf, sizes, temporary, hf, output, overrides))
 
 
 def _reads_of_trained(
@@ -162,10 +162,22 @@ def _write_files(reads: list[Callable[[], Tensors]], directory: Path) -> dict[st
         tensors = {
             name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in reads[number]().items()
         }
-        save_file(tensors, file, metadata={"format": "pt"})
-        sync(file)
-        found |= {name: (file.name, tensor.nbytes) for name, tensor in tensors.items()}
+        found |= write_weights(tensors, file)
     return found
+
+
+@contextmanager
+def _making(output: Path) -> Iterator[None]:
+    """Have rank 0 hold a new directory while the block makes it, so that no other process writes beside it."""
+    _check_new(output)
+    lock = output.with_name(f".{output.name}.lock")
+    with held(lock, "wait for its end, or choose another directory", output):
+        try:
+            _check_new(output)
+            yield
+        finally:
+            if dist.get_rank() == 0:
+                lock.unlink(missing_ok=True)
 
 
 def _check_new(output: Path) -> None:

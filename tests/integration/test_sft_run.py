@@ -185,12 +185,18 @@ def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path
     (other / "checkpoints").symlink_to(run_dir / "checkpoints")
     (other / "run.toml").write_text(make_spec(tiny_qwen3).to_toml())
     newest = max((run_dir / "checkpoints").iterdir())
-    losses = []
-    for model in (run_dir, newest, run_dir / "hf", other, tiny_qwen3):
-        said = CliRunner().invoke(app, ["eval-loss", str(model), str(tmp_path / "rows.jsonl"), "--json"])
-        losses.append(json.loads(said.stdout)["loss"])
+
+    def loss(model: Path, *options: str) -> float:
+        said = CliRunner().invoke(app, ["eval-loss", str(model), str(tmp_path / "rows.jsonl"), "--json", *options])
+        return json.loads(said.stdout)["loss"]
+
+    losses = [loss(model) for model in (run_dir, newest, run_dir / "hf", other, tiny_qwen3)]
     assert losses[:4] == pytest.approx([losses[0]] * 4, abs=1e-6)
     assert losses[0] < losses[4]
+    overrides = {"rope_parameters": {"rope_theta": 3}}
+    (other / "run.toml").write_text(make_spec(tiny_qwen3, model={"overrides": overrides}).to_toml())
+    expected = loss(run_dir, "--set", "model.overrides.rope_parameters.rope_theta=3")
+    assert loss(other) == pytest.approx(expected, abs=1e-6) and abs(expected - losses[0]) > 1e-3
     said = CliRunner().invoke(app, ["eval-loss", str(run_dir)])
     assert "nats a token, perplexity" in said.stdout
 
@@ -200,6 +206,7 @@ def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path
     [
         (["sft", "nowhere.toml"], "nowhere.toml: there is no such run spec"),
         (["sft", "SPEC", "--set", "data.path=nowhere.jsonl"], "data.path: there is no file"),
+        (["sft", "SPEC", "--set", "run_dir=bad.jsonl"], "bad.jsonl/sft.lock cannot be written: File exists"),
         (["eval-loss", "MODEL"], "has no data file of its own: give one too"),
         (["eval-loss", "FOLDER", "BAD"], "belongs to no run"),
         (["eval-loss", "MODEL", "nowhere.jsonl"], "data.path: there is no file"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import FP32_GAP_NATS, run_to_the_end, write_run
-from tests.tiny_models import save_model
+from tests.tiny_models import save_model, save_mtp_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -39,7 +39,9 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 def test_engine_and_ranks_hold_the_same_weights(
     tmp_path: Path, family: str, layout: dict[str, int], sizes: dict[str, int]
 ) -> None:
-    save_model(tmp_path / "model", family, tied=False, seed=7, **sizes)
+    mtp = family == "deepseek_v3"
+    save = save_mtp_model if mtp else save_model
+    save(tmp_path / "model", family, tied=False, seed=7, **sizes)
     spec = write_run(
         tmp_path / "run",
         tmp_path / "model",
@@ -49,7 +51,7 @@ def test_engine_and_ranks_hold_the_same_weights(
         rollout={"num_rollout": STEPS},
         reward={"grader": "my_rewards:letters"},
         optimizer={"lr": 1e-3},
-        trainer={"save_interval": 2, "num_threads": 1},
+        trainer={"save_interval": 2, "num_threads": 1, "mtp_loss_scaling_factor": 0.3 * mtp},
     )
     (spec.run_dir.parent / "my_rewards.py").write_text(GRADER)
     run = asyncio.run(run_to_the_end(spec))
@@ -57,6 +59,7 @@ def test_engine_and_ranks_hold_the_same_weights(
     if family != "deepseek_v3":
         assert max(row["train/log_prob_gap_max"] for row in run.metrics) <= FP32_GAP_NATS
     assert all(row["train/grad_norm"] > 0 for row in run.metrics)
+    assert all((row["train/mtp_grad_norm"] > 0) == mtp for row in run.metrics)
     sent = run.weight_sync
     assert [(row["run_epoch"], row["step"]) for row in sent] == [(1, step) for step in range(STEPS + 1)]
     assert all(row["equal"] and row["receiver_digests"] == [row["sender_digest"]] for row in sent)

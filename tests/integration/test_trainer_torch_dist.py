@@ -6,11 +6,13 @@ Nothing is faked. A conversion that is killed is a real process that is ended by
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.common.errors import FlotillaError
+from services.common.lock import hold
 from services.common.service import EXIT_BAD_INPUT
 from services.common.spec import ParallelSpec
 from services.trainer import megatron, torch_dist
@@ -240,6 +243,40 @@ def test_a_directory_that_is_there_is_left_alone(models: Path, tmp_path: Path) -
         write_torch_dist(models / "qwen3", tmp_path, ONE_RANK)
     with pytest.raises(FlotillaError, match="is there already"):
         write_hf(tmp_path, models / "qwen3", tmp_path)
+
+
+def test_two_at_once_do_not_make_one_directory(models: Path, tmp_path: Path) -> None:
+    with hold(tmp_path / ".made.lock", ""), pytest.raises(FlotillaError, match=f"{tmp_path / 'made'} is in use by"):
+        write_torch_dist(models / "qwen3", tmp_path / "made", ONE_RANK)
+    assert not (tmp_path / "made").exists()
+    write_torch_dist(models / "qwen3", tmp_path / "made", ONE_RANK)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_full_disk_is_one_line(models: Path, tmp_path: Path) -> None:
+    made = tmp_path / "torch_dist"
+    write_torch_dist(models / "qwen3", made, ONE_RANK)
+    calls = {
+        "again": lambda: write_torch_dist(models / "qwen3", tmp_path / "again", ONE_RANK),
+        "hf": lambda: write_hf(made, models / "qwen3", tmp_path / "hf"),
+    }
+    for name, call in calls.items():
+        with files_of_at_most(1 << 16), pytest.raises(FlotillaError, match="not written") as refused:
+            call()
+        assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+        assert not (tmp_path / name).exists()
+        call()
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing more fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_damage_is_found(models: Path, tmp_path: Path) -> None:

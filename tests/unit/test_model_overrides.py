@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,21 @@ def test_what_the_family_does_not_read_is_refused(
 def test_what_the_family_does_not_support_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ModelError, match="rope scaling of type 'linear'"):
         read_config(checkpoint, {"rope_scaling": {"type": "linear"}})
+
+
+@pytest.mark.parametrize(
+    "value", ["10000", [1], {"a": 1}, True, -5, 0.5, float("inf"), float("nan"), date(1979, 5, 27)]
+)
+def test_a_value_that_the_field_cannot_have_is_refused(checkpoint: Path, value: Any) -> None:
+    with pytest.raises(ModelError, match=r"config\.json, with model\.overrides: rope_theta = "):
+        read_config(checkpoint, {"rope_theta": value})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SpecError, match=r"config\.json: not a JSON object"):
+        read_config(tmp_path)
 
 
 def test_overrides_belong_to_the_run(checkpoint: Path) -> None:

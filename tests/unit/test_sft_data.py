@@ -150,6 +150,9 @@ def test_parquet_says_the_same(tmp_path: Path, checkpoint: Path) -> None:
         ({"prompt": [VOCABULARY], "response": "b"}, f"field 'prompt': token {VOCABULARY} is outside the vocabulary"),
         ({"prompt": [1], "response": [2, 3], "loss_mask": [1]}, "field 'loss_mask' must have 0 or 1 for each of the 2"),
         ({"prompt": [1], "response": [2], "loss_mask": [2]}, "field 'loss_mask' must have 0 or 1"),
+        ({"prompt": [1], "response": [2], "loss_mask": [[1]]}, "field 'loss_mask' must have 0 or 1"),
+        ({"prompt": [1], "response": [2], "loss_mask": [1.0]}, "field 'loss_mask' must have 0 or 1"),
+        ({"prompt": [1], "response": [2], "loss_mask": []}, "field 'loss_mask' must have 0 or 1"),
         ({"prompt": [1], "response": [2], "loss_mask": [0]}, "field 'response': nothing of it is learned"),
         ({"messages": "hi"}, "field 'messages': must be a list"),
         ({"messages": []}, "field 'messages': must be a list"),
@@ -170,6 +173,15 @@ def test_what_the_template_refuses_is_named(tmp_path: Path) -> None:
     model = with_template(tmp_path / "model", "{{ raise_exception('no system') }}")
     with pytest.raises(SpecError, match=r"d\.jsonl:1: field 'messages': the chat template refuses it: no system"):
         load(model, write(tmp_path / "d.jsonl", {"messages": CONVERSATION}))
+    model = with_template(tmp_path / "model", "{{ 1 // 0 }}")
+    with pytest.raises(SpecError, match="the chat template refuses it: integer division"):
+        load(model, write(tmp_path / "d.jsonl", {"messages": CONVERSATION}))
+
+
+def test_a_conversation_of_a_larger_tokenizer_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    path = write(tmp_path / "d.jsonl", {"messages": CONVERSATION})
+    with pytest.raises(SpecError, match=r"d\.jsonl:1: field 'messages': token \d+ is outside the vocabulary of 50"):
+        load_data(SftDataSpec(path=path), checkpoint, vocabulary=50)
 
 
 def test_a_sample_that_is_too_long_is_refused_or_counted(tmp_path: Path, checkpoint: Path) -> None:

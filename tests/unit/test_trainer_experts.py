@@ -46,6 +46,15 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     assert torch.autograd.gradcheck(order.collect, spread.detach().requires_grad_())
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (0,)])
+def test_experts_that_no_token_goes_to_get_nothing_and_give_nothing(shape: tuple[int, ...]) -> None:
+    """A rank whose experts nobody chose; rows and scores."""
+    order, rows = Order(torch.empty(0, dtype=torch.long), 0), torch.empty(shape, requires_grad=True)
+    back = order.collect(order.spread(rows))
+    assert back.shape == shape
+    assert torch.autograd.grad(back.sum(), rows)[0].shape == shape
+
+
 def test_a_stack_is_taken_apart_by_name() -> None:
     stack = torch.arange(12).view(2, 3, 2)
     parts = dict(by_expert("decoder.layers.1.mlp.experts.linear_fc1", stack))

@@ -71,7 +71,13 @@ def test_the_recipes_configs(tmp_path: Path) -> None:
         ("DeepSeek-R1", {"scoring_func": "softmax"}, "scoring_func"),
         ("DeepSeek-R1", {"topk_group": 3}, "topk_group = 3"),
         ("DeepSeek-R1", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ("DeepSeek-R1", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers = '1' is not a whole number"),
+        ("DeepSeek-R1", {"n_group": 7}, "n_group = 7 must divide the 256 experts"),
+        ("DeepSeek-R1", {"n_group": 2}, "topk_group = 4 fit in"),
+        ("DeepSeek-R1", {"n_group": 256}, "num_experts_per_tok = 8 are more than the experts of topk_group = 4"),
+        ("DeepSeek-R1", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("GLM-4.7", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "num_experts_per_tok = 129 are more than the 128 experts"),
         ("Qwen3-30B-A3B", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("Qwen3-30B-A3B", {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ],
@@ -105,6 +111,11 @@ def test_a_field_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": ["qwen3"]}, r"model_type = \['qwen3'\] is not a text"),
+        ({"hidden_size": None}, "hidden_size = None is not a whole number from 1 on"),
+        ({"hidden_size": 16.0}, "hidden_size = 16.0"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"rope_parameters": [1]}, r"rope_parameters = \[1\] is not a table"),
     ],
 )
 def test_what_cannot_be_trained_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
@@ -169,3 +180,12 @@ def test_files_of_tensors(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert hf_files.find_tensors(tmp_path)["b"] == tmp_path / "two.safetensors"
+    with pytest.raises(ModelError, match=r"two\.safetensors"):
+        hf_files.read_tensor(tmp_path / "two.safetensors", "b")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"index\.json: weight_map is missing or damaged"):
+        hf_files.find_tensors(tmp_path)

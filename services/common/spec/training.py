@@ -72,11 +72,11 @@ class TrainerSpec(Strict):
     """A checkpoint every so many rollout steps, and at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older ones are removed once a newer one is committed."""
-    num_threads: int = Field(default=0, ge=0)
+    num_threads: int = Field(default=0, ge=0, le=4096)
     """CPU threads; 0 leaves it to torch."""
-    hang_timeout_s: float = Field(default=600, gt=0)
+    hang_timeout_s: float = Field(default=600, gt=0, le=604800)
     """A rank that begins nothing new for so long has failed, and all ranks are started again."""
-    seed: int = 1234
+    seed: int = Field(default=1234, ge=0, lt=1 << 32)
     """Seed of Megatron's random-number states."""
 
 

@@ -89,14 +89,17 @@ class _Reader:
         try:
             messages = check_messages(row[key])
             tools = row.get(TOOLS_KEY) or None
-            return tokenise_conversation(messages, tools, self._tokenizer, self._stop_ids)
+            sample = tokenise_conversation(messages, tools, self._tokenizer, self._stop_ids)
+            if (largest := max(sample.tokens)) >= self._vocabulary:
+                raise ValueError(f"token {largest} is outside the vocabulary of {self._vocabulary}")
+            return sample
         except ValueError as error:
             raise SpecError(f"{where}: field {key!r}: {error}") from None
 
     def _pair(self, row: dict[str, Any], where: str) -> SftSample:
         prompt, response = (self._tokens(row, key, where) for key in (self._spec.prompt_key, self._spec.response_key))
-        mask = row.get(MASK_KEY) or [1] * len(response)
-        if not isinstance(mask, list) or len(mask) != len(response) or not set(mask) <= {0, 1}:
+        mask = [1] * len(response) if row.get(MASK_KEY) is None else row[MASK_KEY]
+        if not isinstance(mask, list) or len(mask) != len(response) or not all(_is_bit(one) for one in mask):
             raise SpecError(f"{where}: field {MASK_KEY!r} must have 0 or 1 for each of the {len(response)} tokens")
         try:
             return make_sample([*prompt, *response], [*[0] * len(prompt), *mask])
@@ -116,6 +119,10 @@ class _Reader:
                 f"{where}: field {key!r}: token {strange[0]} is outside the vocabulary of {self._vocabulary}"
             )
         return value
+
+
+def _is_bit(value: Any) -> bool:
+    return isinstance(value, int) and value in (0, 1)
 
 
 def check_messages(value: Any) -> list[Message]:

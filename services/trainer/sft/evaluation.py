@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from services.trainer.run_model import run_model
 from services.trainer.sft.data import load_data
 from services.trainer.sft.run import batch_layout
 from services.trainer.sft.samples import make_batch
+
+LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,8 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
-        return math.exp(self.loss)
+        """exp(loss), infinite where that is beyond all numbers."""
+        return math.inf if self.loss > LARGEST_EXPONENT else math.exp(self.loss)
 
 
 def evaluate(spec: SftSpec, source: Path | None = None) -> Evaluation:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from services.common.errors import FailedPrecondition
 from services.common.kill_points import kill_point
-from services.common.lock import hold
 from services.common.logs import get_logger
 from services.common.schedule import Layout
 from services.common.spec import SpecError
@@ -32,7 +32,7 @@ from services.trainer.loading import CheckpointError
 from services.trainer.megatron import parallel_state
 from services.trainer.metrics import STEP_METRICS, MetricsWriter
 from services.trainer.model_config import ModelConfig
-from services.trainer.ranks import all_ranks, on_first_rank
+from services.trainer.ranks import all_ranks, held
 from services.trainer.report import Metrics, train_metrics
 from services.trainer.run_model import run_model
 from services.trainer.sft.data import SftData, load_data
@@ -79,7 +79,7 @@ def train(spec: SftSpec) -> None:
     model = run_model(spec)
     megatron.initialize(spec.trainer.seed, spec.parallel, spec.trainer.hang_timeout_s)
     try:
-        with only_here(spec.run_dir):
+        with writing_to(spec.run_dir):
             data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
             SftRun(spec, model, data).run()
     finally:
@@ -87,16 +87,17 @@ def train(spec: SftSpec) -> None:
 
 
 @contextmanager
-def only_here(run_dir: Path) -> Iterator[None]:
-    """Have rank 0 hold the directory of the run while the block runs. Raises FailedPrecondition if another run does."""
-    with ExitStack() as held:
+def writing_to(run_dir: Path) -> Iterator[None]:
+    """Have rank 0 hold the directory of the run while the block runs.
 
-        def take() -> None:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            held.enter_context(hold(run_dir / LOCK_FILE, "wait for its end, or give this run a run_dir of its own"))
-
-        on_first_rank(take)
-        yield
+    Raises:
+        FailedPrecondition: Another process holds it, or a file cannot be written.
+    """
+    try:
+        with held(run_dir / LOCK_FILE, "wait for its end, or give this run a run_dir of its own"):
+            yield
+    except OSError as error:
+        raise FailedPrecondition(f"run_dir {run_dir}: {error}") from error
 
 
 class SftRun:

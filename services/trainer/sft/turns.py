@@ -45,7 +45,7 @@ def tokenise_conversation(
     marked = GENERATION.search(tokenizer.get_chat_template(tools=tools))
     try:
         tokens, turns = (_marked_turns if marked else _prompted_turns)(plain, learned, tools, tokenizer)
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from None
     mask = bytearray(len(tokens))
     for turn in turns:
