@@ -214,16 +214,21 @@ def load_hf(chunks: Sequence[PolicyModel], model: ModelConfig, checkpoint: Path)
     for weight in weights_of(chunks):
         rule, cut = rules[weight.name], cut_of(weight)
         parts = [read_tensor(files[one], one) for one in rule.hf]
+        shape = list(weight.data.shape)
+        if cut is not None:
+            shape[cut.dim] *= cut.size
+        for name, part, like in zip(rule.hf, parts, to_hf(rule, torch.empty(shape, device="meta"), model), strict=True):
+            _check_tensor(f"{files[name]}: {name}", part, like)
         check_copies(model, files, rule.hf[0], parts[0])
         full = to_megatron(rule, parts, model)
-        expected = list(weight.data.shape)
-        if cut is not None:
-            expected[cut.dim] *= cut.size
-        if list(full.shape) != expected:
-            raise ModelError(
-                f"{files[rule.hf[0]]}: {', '.join(rule.hf)} make {list(full.shape)}, but config.json says {expected}"
-            )
         weight.data.copy_(full if cut is None else shard(rule, full, cut.dim, cut.rank, cut.size))
+
+
+def _check_tensor(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.shape != like.shape:
+        raise ModelError(f"{name} is {list(tensor.shape)}, but config.json says {list(like.shape)}")
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise ModelError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not plain bf16, fp16 or fp32")
 
 
 def check_names(found: set[str], model: ModelConfig, checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -175,6 +176,17 @@ def test_the_loss_of_a_checkpoint_is_that_of_hugging_face_without_an_optimizer(
     printed = json.loads(said.stdout)
     assert printed["loss"] == pytest.approx(expected, abs=1e-5)
     assert printed["perplexity"] == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, model / "model.safetensors")
+    spec, _ = make_case(tmp_path, model)
+    with pytest.raises(FailedPrecondition, match=f"{model}: the loss is nan; a weight is not finite"):
+        evaluate(spec)
 
 
 def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -221,9 +221,25 @@ def incomplete(model: Path) -> None:
     save_file(tensors, model / "model.safetensors")
 
 
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def spoil(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, model / "model.safetensors")
+
+    return spoil
+
+
+KEYS = "model.layers.0.self_attn.k_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
+        (changed(KEYS, lambda x: x[1:]), rf"{KEYS} is \[63, 128\], but config\.json says \[64, 128\]"),
+        (changed(KEYS, lambda x: x[:, 1:]), rf"{KEYS} is \[64, 127\]"),
+        (changed(KEYS, lambda x: x.flatten()), rf"{KEYS} is \[8192\]"),
+        (changed(KEYS, lambda x: x.sum()), rf"{KEYS} is \[\]"),
         (quantised, "config.json: quantised"),
         (of_two_dtypes, "model.norm.weight is BF16"),
         (truncated, "model.safetensors: "),

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.errors import FailedPrecondition
 from services.common.spec.sft import SftSpec
 from services.trainer import megatron
 from services.trainer.checkpoint import find_checkpoint
@@ -47,7 +48,7 @@ def evaluate(spec: SftSpec, source: Path | None = None) -> Evaluation:
 
     Raises:
         SpecError: A row cannot be used.
-        FailedPrecondition: The model is not supported, or the run has no usable checkpoint.
+        FailedPrecondition: The model is not supported, the run has no usable checkpoint, or the loss is not finite.
     """
     model = run_model(spec)
     data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
@@ -66,5 +67,7 @@ def evaluate(spec: SftSpec, source: Path | None = None) -> Evaluation:
             loss += policy.evaluate(made.batch, made.samples) * sum(one.learned for one in samples)
     finally:
         megatron.destroy()
+    if not math.isfinite(loss):
+        raise FailedPrecondition(f"{source or spec.model.hf_checkpoint}: the loss is {loss}; a weight is not finite")
     tokens = sum(one.learned for one in data.samples)
     return Evaluation(loss / tokens, tokens, len(data.samples), data.overlong)
