@@ -55,7 +55,10 @@ async def whole_run(
 
 
 def assert_as_alone(stage: Stage, alone: Stage) -> None:
-    """The same steps, published and committed, with the same metrics and weights but for rounding."""
+    """The same steps, published and committed, with the same metrics and weights but for rounding.
+
+    AdamW divides a gradient by its own size: where it is nothing but rounding, a step may go either way.
+    """
     assert stage.peers.acked == [(1, batch) for batch in range(STEPS)]
     assert stage.peers.published == [(1, step) for step in range(STEPS + 1)]
     assert [step for step, _ in stage.peers.commits] == [2, 4]
@@ -64,7 +67,9 @@ def assert_as_alone(stage: Stage, alone: Stage) -> None:
             assert math.isclose(found[name], expected[name], rel_tol=1e-4, abs_tol=1e-5), name
     exported = alone.exported()
     for name, tensor in stage.exported().items():
-        assert torch.allclose(tensor, exported[name], atol=1e-4), name
+        apart = (tensor - exported[name]).abs()
+        assert apart.max() < stage.spec.optimizer.lr, name
+        assert (apart > 1e-4).float().mean() < 1e-3, name
 
 
 async def test_a_fleet_does_what_one_rank_does(whole_run: Stage, alone: Stage) -> None:

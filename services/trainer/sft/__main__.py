@@ -1,6 +1,6 @@
 """`python -m services.trainer.sft --run SFT.toml`: supervised fine-tuning, one process for each rank.
 
-Several ranks meet as the environment says: `torchrun --nproc-per-node 2 -m services.trainer.sft --run SFT.toml`.
+Several ranks meet as the environment says: `torchrun --nproc-per-node 2 -m -- services.trainer.sft --run SFT.toml`.
 """
 
 from __future__ import annotations
