@@ -56,7 +56,7 @@ def rows_of(name: str, root: Path, processes: int) -> list[Row]:
     back += ["--hf", str(root / "hf"), "--output", str(root / "again")]
     found = []
     for conversion, arguments in (("hf-to-torch-dist", there), ("torch-dist-to-hf", back)):
-        _, start = measure([*CONVERT[:1], "benchmarks.torch_dist", "--imports"], 1)
+        _, start = measure(["-m", "benchmarks.torch_dist", "--imports"], 1)
         seconds, peak = measure(arguments, processes)
         found.append(
             {

@@ -70,6 +70,7 @@ def assert_as_alone(stage: Stage, alone: Stage) -> None:
         apart = (tensor - exported[name]).abs()
         assert apart.max() < stage.spec.optimizer.lr, name
         assert (apart > 1e-4).float().mean() < 1e-3, name
+        assert apart.norm() < 1e-4 * exported[name].norm(), name
 
 
 async def test_a_fleet_does_what_one_rank_does(whole_run: Stage, alone: Stage) -> None:
