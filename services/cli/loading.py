@@ -1,11 +1,12 @@
 """The entry point, and imports that take seconds: a Ctrl-C meanwhile ends the process without a word."""
 
-from __future__ import annotations
-
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+try:
+    import os
+    import signal
+    from collections.abc import Iterator
+    from contextlib import contextmanager
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
