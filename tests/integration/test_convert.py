@@ -1,27 +1,19 @@
-"""`flotilla convert` on small checkpoints: every format, killed, interrupted, refused. Nothing is faked."""
+"""`flotilla convert` on small checkpoints: every format, and what is refused. Nothing is faked."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from services.cli.main import app
 from services.weight_sync.checkpoints import strips
-from services.weight_sync.checkpoints.convert import JOURNAL
 from tests.checkpoints import (
     GLM_FP8,
     R1_FP8,
@@ -37,41 +29,10 @@ from tests.checkpoints import (
     save_checkpoint,
     with_strategy,
 )
+from tests.conversions import CONFIG, bf16_checkpoint, matrices, plain_tensors, refused, run, to_bf16, to_fp8
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = {"model_type": "qwen3_moe", "torch_dtype": "bfloat16", "num_hidden_layers": 2}
-SHAPES = {
-    "model.layers.0.mlp.up_proj.weight": (256, 384),
-    "model.layers.0.mlp.gate_proj.weight": (256, 384),
-    "model.layers.0.self_attn.o_proj.weight": (200, 256),
-    "model.layers.1.mlp.experts.3.down_proj.weight": (384, 128),
-}
-"""Matrices that become fp8, one with a ragged block."""
 STRATEGIES = {"block": (128, 128), "channel": (1, 0), "tensor": (0, 0)}
 SUFFIX = {"block": "_scale_inv", "channel": "_scale", "tensor": "_scale"}
-ENDURED_KILLS = 5
-
-
-def plain_tensors() -> dict[str, torch.Tensor]:
-    """What no conversion may change: another dtype, a vector, a scalar, nothing at all."""
-    return {
-        "model.embed_tokens.weight": random_matrix(300, 128),
-        "lm_head.weight": random_matrix(300, 128, 1),
-        "model.layers.1.mlp.gate.weight": random_matrix(4, 128, dtype=torch.float32),
-        "model.layers.1.mlp.gate.e_score_correction_bias": torch.tensor([0.1, -2.0, 3.5, 1e-30]),
-        "model.norm.weight": random_matrix(1, 128)[0],
-        "model.step": torch.tensor(7),
-        "model.none": torch.empty(0, 3),
-    }
-
-
-def matrices(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    return {name: random_matrix(*shape, seed, dtype) for seed, (name, shape) in enumerate(SHAPES.items())}
-
-
-def bf16_checkpoint(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    tensors = [*matrices(dtype).items(), *plain_tensors().items()]
-    return save_checkpoint(directory, [dict(tensors[:2]), dict(tensors[2:])], CONFIG)
 
 
 def fp8_checkpoint(directory: Path, quantization: dict[str, Any], block: tuple[int, int]) -> Path:
@@ -88,18 +49,6 @@ def dequantised(block: tuple[int, int]) -> dict[str, torch.Tensor]:
     """What `fp8_checkpoint` means, in float32."""
     pairs = {name: oracle_quantize(x, block) for name, x in matrices().items()}
     return {name: torch.from_numpy(oracle_dequantize(*pair, block)) for name, pair in pairs.items()}
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(one) for one in arguments])
-
-
-def to_fp8(source: Path, target: Path, strategy: str = "block", *options: object) -> Result:
-    return run("convert", "hf-to-fp8", source, target, "--strategy", strategy, "--max-workers", 2, *options)
-
-
-def to_bf16(source: Path, target: Path) -> Result:
-    return run("convert", "fp8-to-bf16", source, target, "--max-workers", 2)
 
 
 def check_fp8(directory: Path, source: dict[str, torch.Tensor], strategy: str, **options: Any) -> None:
@@ -313,12 +262,6 @@ def test_a_checkpoint_of_one_file_stays_one(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-def refused(done: Result, *words: object) -> None:
-    assert done.exit_code == 2, done.output
-    for word in words:
-        assert str(word) in done.output
-
-
 def test_targets_that_are_refused_stay_as_they_were(tmp_path: Path) -> None:
     source = bf16_checkpoint(tmp_path / "a")
     (tmp_path / "b").mkdir()
@@ -394,155 +337,3 @@ def test_scales_and_values_of_fp8_that_are_not_finite_are_named(tmp_path: Path, 
         for convert in (to_bf16, to_fp8):
             refused(convert(source, tmp_path / "b"), named, file, "not finite")
             shutil.rmtree(tmp_path / "b")
-
-
-# ------------------------------------------------------------------------------------------------- kills, interrupts
-
-
-def many_files(directory: Path, megabytes: int, files: int) -> Path:
-    """A checkpoint of some size."""
-    rows = megabytes * 1_000_000 // files // 2048
-    x = random_matrix(rows // 128 * 128, 1024)
-    shards = [{f"model.layers.{i}.mlp.down_proj.weight": x * (i + 1)} for i in range(files)]
-    return save_checkpoint(directory, shards, CONFIG)
-
-
-def hear_ctrl_c() -> None:
-    """In a child: tests that run in the background of a script ignore it, and what they start would too."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def start(source: Path, target: Path, *options: str) -> subprocess.Popen[bytes]:
-    """`flotilla convert` that has begun to write: its journal is there, unless it was so quick that it is gone.
-
-    It gives way to the test, which wants to interrupt it.
-    """
-    command = [
-        "nice",
-        "-n",
-        "19",
-        sys.executable,
-        "-m",
-        "services.cli.main",
-        "convert",
-        "hf-to-fp8",
-        str(source),
-        str(target),
-        *options,
-    ]
-    child = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=hear_ctrl_c
-    )
-    while not (target / JOURNAL).exists() and child.poll() is None:
-        time.sleep(0.001)
-    return child
-
-
-def endure(tmp_path: Path, kills: int, seed: int) -> None:
-    """Kill conversions at random and continue them, over and over; each must end as an undisturbed one."""
-    source, target = many_files(tmp_path / "a", 60, 12), tmp_path / "b"
-    assert to_fp8(source, tmp_path / "whole").exit_code == 0
-    expected, chance, killed = files_of(tmp_path / "whole"), random.Random(seed), 0
-    while killed < kills:
-        shutil.rmtree(target, ignore_errors=True)
-        while not (target / "config.json").exists() or (target / JOURNAL).exists():
-            child = start(source, target, "--max-workers", "2")
-            more = len(list(target.glob("*.safetensors"))) + chance.randrange(4)
-            while child.poll() is None and len(list(target.glob("*.safetensors"))) < more:
-                time.sleep(0.001)
-            time.sleep(chance.uniform(0, 0.03))
-            child.kill()
-            killed += child.wait() == -signal.SIGKILL
-            if (target / "config.json").exists():
-                assert files_of(target).items() >= expected.items()
-        assert files_of(target) == expected
-
-
-def test_killed_and_continued_it_is_as_if_undisturbed(tmp_path: Path) -> None:
-    endure(tmp_path, ENDURED_KILLS, seed=1)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_killed_50_times_and_continued_it_is_as_if_undisturbed(tmp_path: Path) -> None:
-    endure(tmp_path, 50, seed=2)
-
-
-def test_finished_files_are_kept_and_half_ones_made_again(tmp_path: Path) -> None:
-    source = bf16_checkpoint(tmp_path / "a")
-    assert to_fp8(source, tmp_path / "whole").exit_code == 0
-    first, second = sorted(source.glob("*.safetensors"))
-    # For a while, the second file has a weight that cannot be quantised.
-    data, stamp = second.read_bytes(), second.stat()
-    weight = matrices()["model.layers.0.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
-    second.write_bytes(data.replace(weight, b"\xff" * len(weight)))
-    os.utime(second, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    refused(to_fp8(source, tmp_path / "b", "block", "--max-workers", 1), second, "not finite")
-    (tmp_path / "b" / f"{second.name}.unfinished").write_bytes(b"half")
-    second.write_bytes(data)
-    os.utime(second, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    kept = (tmp_path / "b" / first.name).stat()
-    refused(to_fp8(source, tmp_path / "b", "channel"), "other options")
-    os.utime(second)
-    refused(to_fp8(source, tmp_path / "b"), "has changed since")
-    os.utime(second, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert to_fp8(source, tmp_path / "b").exit_code == 0
-    assert files_of(tmp_path / "b") == files_of(tmp_path / "whole")
-    assert (tmp_path / "b" / first.name).stat().st_ino == kept.st_ino
-
-
-def test_ctrl_c_ends_with_130_and_can_be_continued(tmp_path: Path) -> None:
-    source = many_files(tmp_path / "a", 400, 1)
-    for _ in range(5):
-        shutil.rmtree(tmp_path / "b", ignore_errors=True)
-        child = start(source, tmp_path / "b", "--max-workers", "1")
-        while not list((tmp_path / "b").glob("*.safetensors.unfinished")) and child.poll() is None:
-            time.sleep(0.001)
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=60)
-        if child.returncode:  # else it was done before
-            assert child.returncode == 130 and b"the same command continues" in errors
-            break
-    else:
-        pytest.fail("it was done before Ctrl-C each time")
-    assert set(files_of(tmp_path / "b")) == {JOURNAL}
-    assert to_fp8(source, tmp_path / "b").exit_code == 0
-    assert len(load_checkpoint(tmp_path / "b")) == 2
-
-
-# ------------------------------------------------------------------------------------------------------------ memory
-
-MEASURE = """
-import sys
-from pathlib import Path
-import torch
-from services.weight_sync.checkpoints.convert import convert
-from services.weight_sync.checkpoints.plan import plan_bf16, plan_fp8
-from services.weight_sync.checkpoints.weights import open_directory
-from services.weight_sync.layout import Scaling
-from services.weight_sync.quantize import dequantize, quantize
-from tests.checkpoints import peak_memory_bytes
-
-source, target, workers, rows, columns = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])
-scaling = Scaling(rows, columns)
-for dtype in (torch.bfloat16, torch.float32):
-    dequantize(*quantize(torch.ones(128, 128, dtype=dtype), scaling=scaling), dtype, scaling)  # load what compiles
-contents = open_directory(source)
-before = peak_memory_bytes()
-plan = plan_fp8(contents, scaling) if contents.format is None else plan_bf16(contents)
-convert(plan, target, workers, lambda count: None)
-print(peak_memory_bytes() - before)
-"""
-
-
-def test_memory_does_not_grow_with_files_matrices_or_workers(tmp_path: Path) -> None:
-    """The bar is two files and 200 MB; what is needed is a few strips for each worker."""
-    source = many_files(tmp_path / "a", 800, 8)
-
-    def growth(source: Path, target: Path, block: tuple[int, int]) -> int:
-        arguments = [sys.executable, "-c", MEASURE, source, target, 8, *block]
-        return int(subprocess.check_output([str(one) for one in arguments], cwd=ROOT, timeout=250))
-
-    assert growth(source, tmp_path / "b", (128, 128)) < 120e6
-    assert growth(source, tmp_path / "c", (0, 0)) < 120e6
-    assert growth(tmp_path / "b", tmp_path / "d", (128, 128)) < 120e6

@@ -1,14 +1,10 @@
-"""Sources that change meanwhile or cannot be read, disks that are full, blocks of odd sizes, Ctrl-C at any moment."""
+"""Sources that change meanwhile or cannot be read, disks that are full, blocks of odd sizes."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +27,7 @@ from tests.checkpoints import (
     random_matrix,
     save_checkpoint,
 )
-from tests.integration.test_convert import ROOT, bf16_checkpoint, hear_ctrl_c, refused, run, to_bf16, to_fp8
+from tests.conversions import bf16_checkpoint, refused, run, to_bf16, to_fp8
 
 MATRIX = "model.layers.0.mlp.down_proj.weight"
 
@@ -140,21 +136,3 @@ def test_without_a_terminal_there_is_a_line_a_minute(capsys: Any, monkeypatch: A
     with progress.byte_progress("converting", 4_000_000, 1_000_000) as advance:
         advance(1_500_000)
     assert capsys.readouterr().err == "converting: 2.5 MB of 4.0 MB\n"
-
-
-@pytest.mark.parametrize("after_s", [0.1, 0.4, 0.8, 1.5])
-def test_ctrl_c_while_modules_load_ends_without_a_word_of_python(tmp_path: Path, after_s: float) -> None:
-    command = [sys.executable, "-m", "services.cli.loading", "convert", "hf-to-fp8"]
-    child = subprocess.Popen(
-        [*command, bf16_checkpoint(tmp_path / "a"), tmp_path / "b"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        preexec_fn=hear_ctrl_c,
-    )
-    time.sleep(after_s)
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
-    if b"Traceback" in errors and b"loading.py" not in errors:
-        return  # It came while Python itself started, before the first line of Flotilla.
-    assert b"Traceback" not in errors
-    assert child.returncode in (130, -signal.SIGINT, 0), "0 if all was done"
