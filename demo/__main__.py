@@ -24,11 +24,11 @@ from demo.data import HELD_OUT_ROWS, TRAINING_ROWS, write_prompts
 from demo.outcome import Judgement, judge, judge_control, judge_quick, read_gain, read_rewards
 from demo.problems import Split
 from demo.spec import Inputs, arithmetic_spec, own_model_spec
-from services.cli.preflight import RUN_FILE, check_gpus, check_same_run, count_gpus
+from services.cli.preflight import check_gpus, count_gpus
 from services.cli.records import read_supervisor
 from services.common.prompts import check_rows
 from services.common.service import EXIT_BAD_INPUT
-from services.common.spec import DataSpec, RunSpec, SpecError, load_run
+from services.common.spec import RUN_FILE, DataSpec, RunSpec, SpecError, check_same_run, load_run
 
 STEPS = 40
 QUICK_STEPS = 15
@@ -119,7 +119,7 @@ def prepare(args: argparse.Namespace) -> Path:
     table = own_run(args, run_dir) if args.model else arithmetic_run(args, run_dir)
     try:
         spec = RunSpec.model_validate(table)
-        check_same_run(spec, run_dir / RUN_FILE)
+        check_same_run(spec, run_dir / RUN_FILE, load_run)
         check_gpus(spec, count_gpus())
         run_dir.mkdir(parents=True, exist_ok=True)
     except (OSError, ValidationError) as error:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from services.common.run_checkpoints import checkpoint_path
 from services.common.spec import ParallelSpec
-from services.trainer.checkpoint import RunState, begin_save, checkpoint_path, load
+from services.trainer.checkpoint import RunState, begin_save, load
 from services.trainer.report import Metrics
 from services.trainer.step import Learner
 from tests.trainer_layouts import compare_steps, make_learner, train_step

@@ -15,7 +15,7 @@ from services.cli.export import export
 from services.cli.grade import grade
 from services.cli.lock import lock_holder, stop_supervisor, supervisor_lock
 from services.cli.observe import Observation, Observer
-from services.cli.preflight import RUN_FILE, check_inputs, check_machine, make_run_dir, write_run_file
+from services.cli.preflight import check_inputs, check_machine, make_run_dir, write_run_file
 from services.cli.processes import Process, process_table
 from services.cli.records import read_supervisor
 from services.cli.run_argument import Overrides, RunArgument, refuse, spec_file, spec_of_run
@@ -25,7 +25,7 @@ from services.cli.supervisor import Outcome
 from services.cli.table import LiveDisplay, PlainDisplay, draw_run
 from services.cli.view import RunFiles, make_view
 from services.common.lock import LockHeld
-from services.common.spec import RunSpec, SpecError, load_run
+from services.common.spec import RUN_FILE, RunSpec, SpecError, load_run
 
 DOWN_DEADLINE_S = 60.0
 """Three waves of at most 15 s, and some."""
@@ -45,7 +45,7 @@ app.command()(verify)
 def up(
     run: RunArgument,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run spec and exit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, check its files.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live table.")] = False,
 ) -> None:
     """Run everything on this machine until the run is complete. Ctrl-C stops it; `up` again continues it."""
@@ -53,6 +53,7 @@ def up(
         spec = load_run(spec_file(run), overrides or ())
         if dry_run:
             typer.echo(spec.to_toml(), nl=False)
+            check_inputs(spec)
             return
         outcome = start(spec, Console(), plain=plain)
     except (SpecError, LockHeld) as error:

@@ -9,17 +9,16 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from services.cli.processes import LOOPBACK, engines_on_cpu, find_redis, listening_ports
 from services.common.http import bind_socket
 from services.common.prompts import check_rows
-from services.common.spec import LAYOUT_SECTIONS, RedisSpec, RunSpec, SpecError, load_run
+from services.common.spec import RUN_FILE, RedisSpec, RunSpec, SpecError, check_same_run, load_run
+from services.common.spec.sft import SPEC_FILE
 from services.trainer.model_config import ModelError
 from services.trainer.run_model import run_model
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  POSIX shared memory lives here on Linux
-RUN_FILE = "run.toml"
 
 
 def check_inputs(spec: RunSpec) -> None:
@@ -35,9 +34,14 @@ def check_model(spec: RunSpec) -> None:
     """The model is one that can be trained as the spec says."""
     checkpoint = spec.model.hf_checkpoint
     try:
-        run_model(spec)
+        model = run_model(spec)
     except ModelError as error:
         raise SpecError(f"{error}; take another model, or change the field") from None
+    if spec.engine.max_model_len > model.max_positions and not model.rope.yarn:  # with which vLLM goes further
+        raise SpecError(
+            f"engine.max_model_len = {spec.engine.max_model_len} is more than the model's max_position_embeddings = "
+            f"{model.max_positions}; lower it, and with it data.max_prompt_tokens and rollout.max_response_tokens"
+        )
     for pattern in ("*.safetensors", "tokenizer*"):
         if not any(checkpoint.glob(pattern)):
             raise SpecError(f"model.hf_checkpoint: there is no {pattern} in {checkpoint}; give a whole checkpoint")
@@ -57,7 +61,9 @@ def make_run_dir(spec: RunSpec) -> None:
 def write_run_file(spec: RunSpec) -> Path:
     """Write the resolved spec into the run directory, where every process reads it; returns its path."""
     run_file = spec.run_dir / RUN_FILE
-    check_same_run(spec, run_file)
+    check_same_run(spec, run_file, load_run)
+    if (other := spec.run_dir / SPEC_FILE).is_file():
+        raise SpecError(f"run_dir: {other} is there, of a run of `flotilla sft`; take another run_id or run_dir")
     draft = run_file.with_suffix(".toml.new")
     try:
         draft.write_text(spec.to_toml())
@@ -69,32 +75,6 @@ def write_run_file(spec: RunSpec) -> Path:
 
 def _cannot_write(error: OSError) -> SpecError:
     return SpecError(f"run_dir: cannot write {error.filename}: {error.strerror}; choose another run_dir")
-
-
-def check_same_run(spec: RunSpec, run_file: Path) -> None:
-    """A run directory belongs to one run: what defines the run must not change when it is continued."""
-    if not run_file.is_file():
-        return
-    before = load_run(run_file, environ={})
-    if before.digest() != spec.digest():
-        old, new = (one.model_dump(mode="json", exclude=LAYOUT_SECTIONS) for one in (before, spec))
-        changed = ", ".join(_differences(old, new))
-        raise SpecError(
-            f"run_dir: {spec.run_dir} holds a run that was started with other values of {changed}; "
-            "take the old values to continue it, or another run_id or run_dir to start anew"
-        )
-
-
-def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the fields that differ."""
-    found: list[str] = []
-    for key in sorted({*before, *after}):
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key}")
-    return found
 
 
 def check_machine(spec: RunSpec) -> None:

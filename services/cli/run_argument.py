@@ -8,9 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from services.cli.preflight import RUN_FILE
 from services.common.service import EXIT_BAD_INPUT
-from services.common.spec import RunSpec, SpecError, load_run
+from services.common.spec import RUN_FILE, RunSpec, SpecError, load_run
 from services.common.spec.sft import SPEC_FILE, SftSpec, load_sft
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run spec (TOML), or the directory of a run.")]
@@ -42,8 +41,11 @@ def spec_beside(source: Path) -> Path:
         for name in (RUN_FILE, SPEC_FILE):
             if (folder / name).is_file():
                 return folder / name
+    if not source.is_dir():
+        raise SpecError(f"there is no directory {source}")
     raise SpecError(
-        f"{source} belongs to no run: {RUN_FILE} or {SPEC_FILE} is missing there; see flotilla convert torch-dist-to-hf"
+        f"{source} belongs to no run: there is neither {RUN_FILE} nor {SPEC_FILE}, which runs have in their directory. "
+        "Of a torch_dist directory alone `flotilla convert torch-dist-to-hf` makes a Hugging Face checkpoint"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -21,15 +22,16 @@ EVALUATION_BATCH = 64
 def sft(
     spec_file: Annotated[Path, typer.Argument(metavar="SFT", help="Spec of the run (TOML).")],
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec and exit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, check its files.")] = False,
 ) -> None:
     """Fine-tune a model on one rank. Ctrl-C stops it; the same command continues from the newest checkpoint."""
     try:
         spec = load_sft(spec_file, overrides or ())
         if dry_run:
             typer.echo(spec.to_toml(), nl=False)
-            return
         spec.check_files()
+        if dry_run:
+            return
         with loading():
             from services.trainer.sft.__main__ import main  # here, because only these commands need torch
     except SpecError as error:
@@ -69,8 +71,9 @@ def eval_loss(
         refuse(error)
     except ModuleNotFoundError as error:
         _refuse_without("eval-loss", error)
-    numbers = {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
     if as_json:
+        perplexity = found.perplexity if math.isfinite(found.perplexity) else None  # JSON has no infinity
+        numbers = {"loss": found.loss, "perplexity": perplexity, "tokens": found.tokens}
         typer.echo(json.dumps({**numbers, "samples": found.samples, "overlong": found.overlong}, indent=2))
         return
     left_out = f"; {found.overlong} longer than data.max_tokens left out" if found.overlong else ""
@@ -83,8 +86,11 @@ def eval_loss(
 def _choose(model: Path, data: Path | None, overrides: list[str]) -> tuple[SftSpec, Path | None]:
     """What to evaluate: a spec, and the run or the checkpoint of one whose weights are meant, unless they are those of
     a Hugging Face checkpoint."""
+    for path in (model, *filter(None, [data])):
+        if not path.exists():
+            raise SpecError(f"there is no file or directory {path}")
     pairs = [*([f"data.path={data.resolve()}"] if data else []), *overrides]
-    if model.is_file() or not model.exists():
+    if model.is_file():
         spec = load_sft(model, pairs)
         return spec, spec.run_dir
     if (model / "config.json").is_file():

@@ -166,7 +166,9 @@ class Supervisor:
         if isinstance(verdict, GiveUp):
             self.end(_failure(child, verdict.why))
             return 0.0
-        self._notify(f"{child.process.name} ended {describe_exit(code)}; starting it again in {verdict.pause_s:g} s")
+        when = "" if child.started else f" while starting (see {child.log})"
+        how = f"{child.process.name} ended {describe_exit(code)}{when}"
+        self._notify(f"{how}; starting it again in {verdict.pause_s:g} s")
         return verdict.pause_s
 
     async def _live(self, child: Child) -> int:

@@ -6,7 +6,6 @@ another layout, optimizer included; random states then begin anew from the seed,
 
 from __future__ import annotations
 
-import re
 import shutil
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,15 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from services.common.run_checkpoints import (
+    CHECKPOINTS,
+    STATE_FILE,
+    checkpoint_path,
+    checkpoint_steps,
+    why_no_checkpoint,
+)
 from services.trainer.boxes import optimizer_boxes, owned_boxes, weight_boxes
-from services.trainer.loading import STATE_FILE, CheckpointError, fill, read_table
+from services.trainer.loading import CheckpointError, fill, read_table
 from services.trainer.megatron import ShardedObject, get_cuda_rng_tracker, parallel_state
 from services.trainer.ranks import on_first_rank
 from services.trainer.saving import TEMPORARY_PREFIX, Saving
 from services.trainer.step import Learner
 
 STEPS = "optimizer_steps"
-_NAME = re.compile(r"step-(\d{8})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +44,19 @@ class RunState:
     """Of batches 0 to step - 1."""
 
 
-def checkpoint_steps(root: Path) -> list[int]:
-    """Steps of all complete checkpoints under a directory, oldest first."""
-    names = [_NAME.fullmatch(path.name) for path in root.iterdir()] if root.is_dir() else []
-    return sorted(int(name[1]) for name in names if name)
-
-
-def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
-    return root / f"step-{step:08d}"
-
-
 def find_checkpoint(source: Path) -> Path:
     """The newest checkpoint of a run, given its directory; or the checkpoint that is given itself.
 
     Raises:
-        CheckpointError: The run has none.
+        CheckpointError: The run has none, or it is neither.
     """
     if (source / STATE_FILE).is_file():
         return source
-    root = source / "checkpoints"
-    if not (steps := checkpoint_steps(root)):
-        raise CheckpointError(f"{root}: there is no complete checkpoint")
-    return checkpoint_path(root, steps[-1])
+    root = source / CHECKPOINTS
+    if steps := checkpoint_steps(root):
+        return checkpoint_path(root, steps[-1])
+    named = source.parent.name == CHECKPOINTS
+    raise CheckpointError(why_no_checkpoint(source) if named else f"{root}: there is no complete checkpoint")
 
 
 def remove_old(root: Path, keep: int) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Fields = Mapping[str, Any]
+"""A config.json, or a table in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -90,3 +93,10 @@ class Reading(dict[str, Any]):
                 yield prefix + name
             elif isinstance(value, Mapping):
                 yield from super().__getitem__(name).unread(value, f"{prefix}{name}.")
+
+
+def only(config: Fields, **supported: Any) -> None:
+    """Raise ValueError for a field that is there with another value."""
+    for name, value in supported.items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} = {config[name]!r} is not supported; only {value!r} is")

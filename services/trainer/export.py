@@ -26,7 +26,7 @@ from torch import Tensor
 from services.common.cuda_ipc import export_memory
 from services.common.errors import FailedPrecondition
 from services.common.model_overrides import config_of
-from services.trainer.hf_files import find_tensors
+from services.trainer.hf_files import EMBEDDING, find_tensors
 from services.trainer.hf_mapping import hf_tensors
 from services.trainer.hf_mtp import mtp_tensors, with_copies
 from services.trainer.ranks import on_first_rank, together
@@ -38,6 +38,8 @@ ALIGNMENT_BYTES = 64
 """A cache line, and more than any vector load needs."""
 WHOLE = "model.safetensors"
 """All weights in one file."""
+DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""Of a config.json: today's, and the one before it."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -63,8 +65,7 @@ def plan_slices(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Slice], int
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        slices.append(Slice(name, shape, (0,) * len(shape), shape, dtype, offset, strides))
+        slices.append(Slice(name, shape, (0,) * len(shape), shape, dtype_name(tensor), offset, strides))
         offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return slices, offset
 
@@ -147,12 +148,21 @@ def export_hf(
         tensors |= mtp_tensors(learner.model, source)
     file = temporary / (f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors" if ranks > 1 else WHOLE)
     parts = together(partial(write_weights, tensors, file))
-    sizes = {name: entry for part in parts for name, entry in part.items()}
-    on_first_rank(partial(publish_hf, sizes, temporary, source, target, overrides))
+    written = {name: one for part in parts for name, one in part.items()}
+    on_first_rank(partial(publish_hf, written, temporary, source, target, overrides))
 
 
-def write_weights(tensors: dict[str, Tensor], file: Path) -> dict[str, tuple[str, int]]:
-    """Write a safetensors file, and force it to disk. Returns file and bytes of each tensor.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A tensor in a safetensors file."""
+
+    file: str
+    size_bytes: int
+    dtype: str
+
+
+def write_weights(tensors: dict[str, Tensor], file: Path) -> dict[str, Written]:
+    """Write a safetensors file, and force it to disk. Returns where each tensor is.
 
     Raises:
         FailedPrecondition: The disk is full, or fails.
@@ -162,7 +172,12 @@ def write_weights(tensors: dict[str, Tensor], file: Path) -> dict[str, tuple[str
     except SafetensorError as error:
         raise FailedPrecondition(f"{file}: not written: {error}") from error
     sync(file)
-    return {name: (file.name, tensor.nbytes) for name, tensor in tensors.items()}
+    return {name: Written(file.name, tensor.nbytes, dtype_name(tensor)) for name, tensor in tensors.items()}
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """As torch and config.json spell it: bfloat16."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def make_anew(directory: Path) -> None:
@@ -172,12 +187,12 @@ def make_anew(directory: Path) -> None:
 
 
 def publish_hf(
-    sizes: dict[str, tuple[str, int]], temporary: Path, source: Path, target: Path, overrides: Mapping[str, Any]
+    written: dict[str, Written], temporary: Path, source: Path, target: Path, overrides: Mapping[str, Any]
 ) -> None:
     """On one rank, when all weights have been written: add index and other files, force them to disk, rename.
 
     Args:
-        sizes: File and bytes of each tensor.
+        written: All tensors.
         temporary: Directory that has the weights.
         source: Checkpoint whose other files are copied: config, tokenizer, licence.
         target: Directory to make.
@@ -186,10 +201,13 @@ def publish_hf(
     for file in source.iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
             shutil.copy2(file, temporary)
-    if overrides:
-        (temporary / "config.json").write_text(json.dumps(config_of(source, overrides), indent=2) + "\n")
-    weight_map = {name: file for name, (file, _) in sorted(sizes.items())}
-    total = sum(size for _, size in sizes.values())
+    before, config = config_of(source, {}), config_of(source, overrides)
+    # A few tensors are float32 whatever the others are; this one is never among them.
+    config |= {name: written[EMBEDDING].dtype for name in DTYPE_FIELDS if name in config}
+    if config != before:
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weight_map = {name: one.file for name, one in sorted(written.items())}
+    total = sum(one.size_bytes for one in written.values())
     if not (temporary / WHOLE).is_file():
         table = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (temporary / f"{WHOLE}.index.json").write_text(json.dumps(table, indent=2))

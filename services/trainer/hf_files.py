@@ -13,6 +13,8 @@ from torch import Tensor
 
 from services.trainer.model_config import ModelError
 
+EMBEDDING = "model.embed_tokens.weight"
+
 
 def find_tensors(checkpoint: Path) -> dict[str, Path]:
     """The safetensors file of each tensor. Raises ModelError if there is none, or an index that cannot be read."""

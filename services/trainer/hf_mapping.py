@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.trainer.hf_files import find_tensors, read_tensor
+from services.trainer.hf_files import EMBEDDING, find_tensors, read_tensor
 from services.trainer.hf_mtp import check_copies, copies_of, is_mtp
 from services.trainer.layout import Cut, Owner, Owners, Weight, by_expert, cut_of, gather, global_name
 from services.trainer.model import PolicyModel
@@ -68,7 +68,7 @@ def _feed_forward(megatron: str, hf: str) -> tuple[Rule, ...]:
 
 
 _TOP = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+    Rule("embedding.word_embeddings.weight", (EMBEDDING,)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
 )
 _OUTPUT = "output_layer.weight"
@@ -105,7 +105,7 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 def rules_of(model: ModelConfig) -> dict[str, Rule]:
     """The rules of all weights of a model, by global Megatron name."""
-    head = "model.embed_tokens.weight" if model.tied_embeddings else "lm_head.weight"
+    head = EMBEDDING if model.tied_embeddings else "lm_head.weight"
     rules = [*_TOP, Rule(_OUTPUT, (head,))]
     for layer in range(model.layers):
         rules += _layer_rules(model, layer)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.trainer.hf_files import find_tensors, read_tensor
+from services.trainer.hf_files import EMBEDDING, find_tensors, read_tensor
 from services.trainer.model_config import ModelConfig, ModelError
 
 
@@ -40,10 +40,9 @@ def with_mtp_of(model: ModelConfig, checkpoint: Path) -> ModelConfig:
 def copies_of(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
     """The copies among the tensors of a checkpoint, each with what it is a copy of; empty if the layer is not built."""
     layer = f"model.layers.{model.layers}."
-    embedding = "model.embed_tokens.weight"
     copies = {
-        f"{layer}embed_tokens.weight": embedding,
-        f"{layer}shared_head.head.weight": embedding if model.tied_embeddings else "lm_head.weight",
+        f"{layer}embed_tokens.weight": EMBEDDING,
+        f"{layer}shared_head.head.weight": EMBEDDING if model.tied_embeddings else "lm_head.weight",
     }
     return {copy: original for copy, original in copies.items() if model.mtp_built and copy in names}
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from services.common.errors import FailedPrecondition
+from services.common.run_checkpoints import STATE_FILE, why_no_checkpoint
 from services.trainer.boxes import OPTIMIZER_PREFIX, weight_boxes
 from services.trainer.megatron import (
     CheckpointingException,
@@ -21,7 +22,6 @@ from services.trainer.megatron import (
 )
 from services.trainer.ranks import all_ranks
 
-STATE_FILE = "state.json"
 FORMAT = 2
 MTP_PREFIX = "mtp."
 """Of layers for multi-token prediction, which a run that does not train them leaves where they are."""
@@ -38,10 +38,10 @@ def read_table(path: Path) -> dict[str, Any]:
         if table["format"] != FORMAT:
             raise CheckpointError(f"{path}: format {table['format']}, but this version reads format {FORMAT}")
         return {**table, "files": dict(table["files"])}
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(why_no_checkpoint(path)) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: {STATE_FILE} is missing or damaged ({error}); not a usable checkpoint"
-        ) from error
+        raise CheckpointError(f"{path}: {STATE_FILE} is damaged ({error!r}); not a usable checkpoint") from error
 
 
 def fill(path: Path, boxes: Sequence[ShardedTensor], objects: Sequence[ShardedObject] = ()) -> dict[str, Any]:
@@ -100,7 +100,8 @@ def check_tensors(path: Path, boxes: Sequence[ShardedTensor]) -> None:
     found = {key: one.global_shape for key, one in stored_tensors(path).items()}
     for key in sorted(wanted):
         if key not in found:
-            raise CheckpointError(f"{path}: {key} of the model is missing")
+            hint = "; trainer.mtp_loss_scaling_factor = 0 trains without it" if key.startswith(MTP_PREFIX) else ""
+            raise CheckpointError(f"{path}: {key} of the model is missing{hint}")
         if found[key] != wanted[key]:
             raise CheckpointError(f"{path}: {key} is {list(found[key])}, but that of the model is {list(wanted[key])}")
     spare = (OPTIMIZER_PREFIX, MTP_PREFIX)

@@ -36,6 +36,7 @@ from services.common.errors import FailedPrecondition
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
 from services.common.rpc import open_channel
+from services.common.run_checkpoints import CHECKPOINTS, checkpoint_path, checkpoint_steps
 from services.common.service import ServiceHost
 from services.trainer import checkpoint
 from services.trainer.buffer_client import BufferClient
@@ -71,7 +72,7 @@ class TrainingRun:
         self._buffer = BufferClient(host.spec, host.board, self._channels[0])
         self._publisher = Publisher(host.spec.run_id, host.board, self._channels[1])
         self._metrics = MetricsWriter(host.spec.run_dir)
-        self._root = host.spec.run_dir / "checkpoints"
+        self._root = host.spec.run_dir / CHECKPOINTS
         self._digests: list[str] = []
         self._saved_step = -1
         """Of the newest checkpoint, which may not be final yet; -1 for none."""
@@ -103,9 +104,9 @@ class TrainingRun:
         await self._rank.open()
         self._host.spawn(self._fleet.watch(), "watch of the ranks")
         state, path = RunState(0, self._spec.digest(), ()), ""
-        if steps := checkpoint.checkpoint_steps(self._root):
+        if steps := checkpoint_steps(self._root):
             self._saved_step = steps[-1]
-            newest = checkpoint.checkpoint_path(self._root, steps[-1])
+            newest = checkpoint_path(self._root, steps[-1])
             state, path = checkpoint.read_state(newest), str(newest)
         await self._fleet.load(state.step if path else None)
         self._digests = list(state.batch_digests)
@@ -210,7 +211,7 @@ class TrainingRun:
             return
         begun = time.monotonic()
         if await self._fleet.finish_save(wait=wait):
-            path = str(checkpoint.checkpoint_path(self._root, step))
+            path = str(checkpoint_path(self._root, step))
             kill_point("trainer_after_checkpoint")
             await self._buffer.commit(self._control.run_epoch, step, path)
             kill_point("trainer_after_commit")

@@ -10,38 +10,12 @@ from typing import Any
 
 from services.common.errors import FailedPrecondition
 from services.common.model_overrides import config_of
-from services.trainer.config_reading import Reading
-
-Fields = Mapping[str, Any]
-"""A config.json."""
+from services.trainer.config_reading import Fields, Reading, only
+from services.trainer.rope import Rope, read_rope
 
 
 class ModelError(FailedPrecondition):
     """The checkpoint's model cannot be trained here; the message names the file and what is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Yarn:
-    """Scaled rotary frequencies (arXiv 2309.00071)."""
-
-    factor: float
-    original_positions: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding."""
-
-    theta: int
-    fraction: float = 1.0
-    """Of each head, from its first element on."""
-    yarn: Yarn | None = None
-    llama3_factor: float | None = None
-    """Slows low frequencies down, as Llama 3.1 does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +109,14 @@ def read_config(checkpoint: Path, overrides: Fields = MappingProxyType({})) -> M
     except ValueError as error:
         raise ModelError(f"{origin}: {error}") from None
     if unknown := next(config.unread(overrides), None):
-        raise ModelError(f"model.overrides.{unknown}: {family} has no such field beside the others of {path}")
+        instead = "; rope_parameters, which is there too, goes before" if unknown == "rope_scaling" else ""
+        raise ModelError(f"model.overrides.{unknown}: not read for {family} with the other fields of {path}{instead}")
     return model
 
 
 def _dense(config: Fields, rope: Rope | None = None, **more: Any) -> ModelConfig:
     """What all families share, and more; unscaled rope if none is given."""
-    _only(config, hidden_act="silu", mlp_bias=False, use_sliding_window=False)
+    only(config, hidden_act="silu", mlp_bias=False, use_sliding_window=False)
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ModelConfig(
         family=config["model_type"],
@@ -154,15 +129,15 @@ def _dense(config: Fields, rope: Rope | None = None, **more: Any) -> ModelConfig
         vocabulary=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         norm_eps=config["rms_norm_eps"],
-        rope=rope or _rope(config),
+        rope=rope or read_rope(config),
         tied_embeddings=config.get("tie_word_embeddings", False),
         **more,
     )
 
 
 def _llama(config: Fields) -> ModelConfig:
-    _only(config, attention_bias=False)
-    return _dense(config, rope=_rope(config, scaling="llama3"))
+    only(config, attention_bias=False)
+    return _dense(config, rope=read_rope(config, scaling="llama3"))
 
 
 def _qwen2(config: Fields) -> ModelConfig:
@@ -170,12 +145,12 @@ def _qwen2(config: Fields) -> ModelConfig:
 
 
 def _qwen3(config: Fields) -> ModelConfig:
-    _only(config, attention_bias=False)
+    only(config, attention_bias=False)
     return _dense(config, qk_norm=True)
 
 
 def _qwen3_moe(config: Fields) -> ModelConfig:
-    _only(config, attention_bias=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    only(config, attention_bias=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     count = config["num_local_experts" if "num_local_experts" in config else "num_experts"]  # transformers 5, and 4
     chosen = config["num_experts_per_tok"]
     if chosen > count:
@@ -193,7 +168,7 @@ def _qwen3_moe(config: Fields) -> ModelConfig:
 
 def _deepseek_v3(config: Fields) -> ModelConfig:
     # Megatron has one epsilon for all norms; Hugging Face always takes 1e-6 for those of compressed vectors.
-    _only(config, attention_bias=False, moe_layer_freq=1, rope_interleave=True, rms_norm_eps=1e-6)
+    only(config, attention_bias=False, moe_layer_freq=1, rope_interleave=True, rms_norm_eps=1e-6)
     if config["q_lora_rank"] is None:
         raise ValueError("q_lora_rank is null: queries that are not compressed are not supported")
     latent = LatentAttention(
@@ -203,7 +178,7 @@ def _deepseek_v3(config: Fields) -> ModelConfig:
         rotary_size=config["qk_rope_head_dim"],
         value_size=config["v_head_dim"],
     )
-    rope = _rope(config, scaling="yarn")
+    rope = read_rope(config, scaling="yarn")
     if rope.fraction != 1:
         raise ValueError(f"partial_rotary_factor = {rope.fraction} is not supported; only 1 is")
     return _dense(
@@ -221,13 +196,13 @@ def _glm4_moe(config: Fields) -> ModelConfig:
         qk_norm=config.get("use_qk_norm", False),
         qkv_bias=config.get("attention_bias", False),
         experts=_sigmoid_experts(config),
-        rope=_rope(config, fraction=0.5),
+        rope=read_rope(config, fraction=0.5),
         mtp_layers=config.get("num_nextn_predict_layers", 0),
     )
 
 
 def _sigmoid_experts(config: Fields) -> Experts:
-    _only(config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
+    only(config, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
     chosen, groups, chosen_groups = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
     count = config["n_routed_experts"]
     if count % groups or chosen_groups > groups:
@@ -248,50 +223,6 @@ def _sigmoid_experts(config: Fields) -> Experts:
         chosen_groups=chosen_groups,
         scale=config["routed_scaling_factor"],
     )
-
-
-def _rope(config: Fields, *, fraction: float = 1.0, scaling: str = "") -> Rope:
-    """Rotary parameters, in today's spelling (`rope_parameters`) or the one before it.
-
-    Args:
-        config: The config.json.
-        fraction: Of a head, where the config does not say it.
-        scaling: What the family may have beside unscaled rope.
-    """
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = int(found.get("rope_theta") or config.get("rope_theta", 10000.0))
-    fraction = found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or fraction
-    kind = found.get("rope_type") or found.get("type") or "default"
-    if kind == "default":
-        return Rope(theta, fraction)
-    if kind != scaling:
-        raise ValueError(f"rope scaling of type {kind!r} is not supported; only {scaling or 'default'!r} is")
-    if kind == "yarn":
-        return Rope(theta, fraction, yarn=_yarn(found))
-    return Rope(theta, fraction, llama3_factor=_llama3_factor(found))
-
-
-def _yarn(found: Fields) -> Yarn:
-    return Yarn(
-        factor=found["factor"],
-        original_positions=found["original_max_position_embeddings"],
-        beta_fast=found.get("beta_fast") or 32,
-        beta_slow=found.get("beta_slow") or 1,
-        mscale=found.get("mscale", 1.0),
-        mscale_all_dim=found.get("mscale_all_dim", 0.0),
-    )
-
-
-def _llama3_factor(found: Fields) -> float:
-    _only(found, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    return found["factor"]
-
-
-def _only(config: Fields, **supported: Any) -> None:
-    """Raise ValueError for a field that is there with another value."""
-    for name, value in supported.items():
-        if config.get(name, value) != value:
-            raise ValueError(f"{name} = {config[name]!r} is not supported; only {value!r} is")
 
 
 _FAMILIES: Mapping[str, Callable[[Fields], ModelConfig]] = {

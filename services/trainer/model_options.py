@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from services.common.spec import ParallelSpec
 from services.trainer.megatron import MLATransformerConfig, TransformerConfig, group_sizes
-from services.trainer.model_config import Experts, LatentAttention, ModelConfig, Rope
+from services.trainer.model_config import Experts, LatentAttention, ModelConfig
+from services.trainer.rope import Rope
 
 DISPATCHER = "alltoall"
 """Megatron's other one forbids variable lengths, without experts too."""

@@ -13,6 +13,7 @@ from flotilla.trainer.v1 import rank_pb2_grpc
 from services.common.errors import Aborted, NotFound
 from services.common.logs import get_logger
 from services.common.rpc import duration, new_request_id, open_channel
+from services.common.run_checkpoints import CHECKPOINTS, checkpoint_path
 from services.common.service import ServiceHost, now_s
 from services.common.spec import SpecError
 from services.common.threads import in_thread
@@ -43,7 +44,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
     def __init__(self, host: ServiceHost) -> None:
         self._host, self._spec = host, host.spec
         self._rank = megatron.rank()
-        self._root = host.spec.run_dir / "checkpoints"
+        self._root = host.spec.run_dir / CHECKPOINTS
         self._channels = [
             open_channel(one.grpc) for one in (host.spec.services.buffer, host.spec.services.weight_agents[self._rank])
         ]
@@ -120,7 +121,7 @@ class Rank(rank_pb2_grpc.TrainerRankServiceServicer):
         if step is None:
             self.learner.load_initial_weights()
         else:
-            checkpoint.load(checkpoint.checkpoint_path(self._root, step), self.learner, self._spec.digest())
+            checkpoint.load(checkpoint_path(self._root, step), self.learner, self._spec.digest())
 
     async def TrainBatch(self, request: pb.TrainBatchRequest, context: Any) -> pb.TrainBatchResponse:
         """Train on this rank's micro-batches."""

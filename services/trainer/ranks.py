@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from services.common.errors import FailedPrecondition, FlotillaError
 from services.common.lock import hold
+from services.common.spec import SpecError
 
 T = TypeVar("T")
 
@@ -26,12 +27,12 @@ def together(function: Callable[[], T]) -> list[T]:
     """Call on every rank; every rank returns what all returned.
 
     Raises:
-        FailedPrecondition: On every rank, if it failed on one with a FlotillaError or OSError.
+        FailedPrecondition: On every rank, if it failed on one with a FlotillaError, SpecError or OSError.
     """
     outcome: tuple[Any, str] = None, ""
     try:
         outcome = function(), ""
-    except (FlotillaError, OSError) as error:
+    except (FlotillaError, SpecError, OSError) as error:
         outcome = None, str(error) or repr(error)
     everyone = all_ranks(outcome)
     if failures := {failure for _, failure in everyone if failure}:

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from services.trainer.loading import FORMAT, STATE_FILE, CheckpointError, digest
+from services.common.run_checkpoints import STATE_FILE
+from services.trainer.loading import FORMAT, CheckpointError, digest
 from services.trainer.megatron import DEVICE, ShardedObject, ShardedTensor, dist_checkpointing
 from services.trainer.ranks import on_first_rank, together
 

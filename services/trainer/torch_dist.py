@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from services.common.spec import ParallelSpec
 from services.trainer.boxes import boxes_of, cuts_of, only_owned, weight_boxes
-from services.trainer.export import make_anew, publish_hf, write_weights
+from services.trainer.export import Written, make_anew, publish_hf, write_weights
 from services.trainer.hf_files import find_tensors, open_weights
 from services.trainer.hf_mapping import load_hf, rules_of, to_hf, weights_of
 from services.trainer.hf_mtp import is_mtp, with_copies, with_mtp_of
@@ -104,8 +104,8 @@ def write_hf(checkpoint: Path, hf: Path, output: Path, overrides: Mapping[str, A
         temporary = output.with_name(TEMPORARY_PREFIX + output.name)
         on_first_rank(partial(make_anew, temporary))
         parts = together(partial(_write_files, reads, temporary))
-        sizes = {name: entry for part in parts for name, entry in part.items()}
-        on_first_rank(partial(publish_hf, sizes, temporary, hf, output, overrides))
+        written = {name: one for part in parts for name, one in part.items()}
+        on_first_rank(partial(publish_hf, written, temporary, hf, output, overrides))
 
 
 def _reads_of_trained(
@@ -154,8 +154,8 @@ def _files(names: Iterable[str], size: Callable[[str], int]) -> Iterator[list[st
     yield file
 
 
-def _write_files(reads: list[Callable[[], Tensors]], directory: Path) -> dict[str, tuple[str, int]]:
-    """Write this rank's files, and force them to disk. Returns file and bytes of each tensor."""
+def _write_files(reads: list[Callable[[], Tensors]], directory: Path) -> dict[str, Written]:
+    """Write this rank's files, and force them to disk. Returns where each tensor is."""
     found = {}
     for number in range(dist.get_rank(), len(reads), dist.get_world_size()):
         file = directory / f"model-{number + 1:05d}-of-{len(reads):05d}.safetensors"

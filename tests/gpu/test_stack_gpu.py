@@ -19,6 +19,7 @@ from demo.data import write_prompts
 from demo.problems import Split
 from demo.spec import Inputs, arithmetic_spec
 from flotilla.common.v1 import common_pb2
+from services.common.run_checkpoints import checkpoint_path, checkpoint_steps
 from services.common.spec import RunSpec
 from tests.conftest import free_ports
 from tests.gpu.fresh_engine import (
@@ -144,8 +145,8 @@ def export_checkpoints(spec: RunSpec, folder: Path) -> None:
     megatron.initialize(seed=0)
     try:
         learner = Learner(spec, read_config(spec.model.hf_checkpoint))
-        for step in checkpoint.checkpoint_steps(root):
-            checkpoint.load(checkpoint.checkpoint_path(root, step), learner, spec.digest())
+        for step in checkpoint_steps(root):
+            checkpoint.load(checkpoint_path(root, step), learner, spec.digest())
             export_hf(learner, spec.model.hf_checkpoint, folder / str(step))
     finally:
         megatron.destroy()

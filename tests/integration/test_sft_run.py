@@ -221,8 +221,12 @@ def test_the_command_trains_and_evaluates_a_run(tiny_qwen3: Path, tmp_path: Path
         (["sft", "SPEC", "--set", "run_dir=bad.jsonl"], "bad.jsonl/sft.lock cannot be written: File exists"),
         (["eval-loss", "MODEL"], "has no data file of its own: give one too"),
         (["eval-loss", "FOLDER", "BAD"], "belongs to no run"),
-        (["eval-loss", "MODEL", "nowhere.jsonl"], "data.path: there is no file"),
-        (["eval-loss", "MODEL", "BAD"], "bad.jsonl:1: no field 'prompt'"),
+        (["eval-loss", "MODEL", "nowhere.jsonl"], "there is no file or directory nowhere.jsonl"),
+        (["eval-loss", "runs/tunned", "BAD"], "there is no file or directory runs/tunned"),
+        (["eval-loss", "MODEL", "BAD"], "bad.jsonl:1: neither 'messages' nor 'prompt' and 'response'"),
+        (["sft", "SPEC", "--set", "parallel.tensor=2"], "parallel.tensor = 2: supervised fine-tuning does not cut"),
+        (["sft", "SPEC", "--set", "model.load=nowhere"], "model.load: there is no directory"),
+        (["sft", "SPEC", "--set", "model.load=MODEL"], "is a Hugging Face checkpoint; `flotilla convert"),
         (["eval-loss", "SPEC"], "checkpoints: there is no complete checkpoint"),
     ],
 )
@@ -235,6 +239,6 @@ def test_bad_input_is_one_sentence(tiny_qwen3: Path, tmp_path: Path, arguments: 
         "BAD": bad,
         "FOLDER": folder(tmp_path / "empty"),
     }
-    said = CliRunner().invoke(app, [str(names.get(one, one)) for one in arguments])
+    said = CliRunner().invoke(app, [str(names.get(one, one)).replace("=MODEL", f"={tiny_qwen3}") for one in arguments])
     assert said.exit_code == 2
     assert words in said.stderr and said.stderr.count("\n") == 1

@@ -18,13 +18,12 @@ import pytest
 import torch
 
 from services.common.errors import FlotillaError
+from services.common.run_checkpoints import checkpoint_path, checkpoint_steps
 from services.trainer import megatron, saving
 from services.trainer.checkpoint import (
     CheckpointError,
     RunState,
     begin_save,
-    checkpoint_path,
-    checkpoint_steps,
     load,
     remove_old,
     save,

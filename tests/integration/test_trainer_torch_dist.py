@@ -162,7 +162,7 @@ def test_a_run_is_exported(models: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_one_line(models: Path, tmp_path: Path) -> None:
     convert = ("convert", "hf-to-torch-dist", "--hf", models / "qwen3", "--output", tmp_path / "torch_dist")
     for arguments, why in (
-        ((*convert, "--tensor", 2), "parallel: tensor x context x pipeline = 2 does not divide the 1 ranks"),
+        ((*convert, "--tensor", 2), "parallel: tensor x context x pipeline = 2 does not divide the number of ranks, 1"),
         (("export", tmp_path, "--output", tmp_path / "hf"), f"{tmp_path} belongs to no run"),
     ):
         done = flotilla(*arguments)

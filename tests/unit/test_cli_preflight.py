@@ -80,7 +80,10 @@ def test_all_families_pass(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("[model.overrides]\nhidden_size = 12\n", r"model\.overrides\.hidden_size: the checkpoint says 2048"),
+        (
+            "[model.overrides]\nhidden_size = 12\n",
+            r"model\.overrides\.hidden_size: the checkpoint has 2048, on",
+        ),
         ("[model.overrides]\nn_group = 2\n", r"model\.overrides\.n_group: "),
         (
             "[trainer]\nmtp_loss_scaling_factor = 0.1\n",
@@ -91,6 +94,12 @@ def test_all_families_pass(tmp_path):
 def test_what_the_model_cannot_be(tmp_path, more, message):
     with pytest.raises(SpecError, match=message):
         check_inputs(spec_of(tmp_path, more=more))
+
+
+def test_a_context_that_is_longer_than_the_model_s(tmp_path):
+    spec = spec_of(tmp_path, more="[model.overrides]\nmax_position_embeddings = 1024\n")
+    with pytest.raises(SpecError, match=r"engine\.max_model_len = \d+ is more than .*max_position_embeddings = 1024"):
+        check_inputs(spec)
 
 
 def test_a_model_with_what_the_trainer_lacks(tmp_path):
@@ -239,6 +248,22 @@ def test_dry_run_prints_the_resolved_spec(tmp_path):
     printed.write_text(result.stdout)
     assert load_run(printed, environ={}).rollout.num_rollout == 9
     assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_says_which_file_is_not_there(tmp_path):
+    path = write_run(tmp_path)
+    (tmp_path / "prompts.jsonl").unlink()
+    result = CliRunner().invoke(app, ["up", str(path), "--dry-run"])
+    assert result.exit_code == 2 and "run_id = " in result.stdout
+    assert "data.prompt_data: there is no file" in result.stderr
+
+
+def test_a_directory_of_supervised_fine_tuning_is_refused(tmp_path):
+    spec = spec_of(tmp_path)
+    make_run_dir(spec)
+    (spec.run_dir / "sft.toml").write_text("")
+    with pytest.raises(SpecError, match=r"sft\.toml is there, of a run of `flotilla sft`"):
+        write_run_file(spec)
 
 
 def test_gpus_that_are_not_there(tmp_path, monkeypatch):

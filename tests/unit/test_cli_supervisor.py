@@ -114,7 +114,9 @@ async def test_a_fleet_lives_and_dies_together(tmp_path, monkeypatch):
     assert [alive(pid) for pid in numbers_in(lives)[:2]] == [False, False]
     assert [made.children[name].restarts for name in ("trainer", "trainer-1", "reward")] == [1, 1, 0]
     assert made.children["reward"].pid == reward
-    assert [line for line in said if "ended by" in line] == ["trainer ended by signal 9; starting it again in 0.01 s"]
+    log = made.children["trainer"].log
+    notice = f"trainer ended by signal 9 while starting (see {log}); starting it again in 0.01 s"
+    assert [line for line in said if "ended by" in line] == [notice]
     made.end(Outcome("stopped", 0, "enough"))
     await asyncio.wait_for(run, 40)
 

@@ -95,7 +95,7 @@ def test_micro_batches_come_in_multiples_of_an_interleaved_pipeline():
         ("services.weight_agents=[]", ["services.weight_agents"]),
         ("services.trainer_ranks=[{grpc_port=1,http_port=2}]", ["services.weight_agents", "2 ranks"]),
         ("parallel.context=2", ["tensor x context x pipeline = 2"]),
-        ("parallel.tensor=2", ["tensor x context x pipeline = 2", "1 ranks", "services.trainer_ranks"]),
+        ("parallel.tensor=2", ["tensor x context x pipeline = 2", "number of ranks, 1", "services.trainer_ranks"]),
         ("parallel.expert=2", ["expert_tensor x expert x pipeline = 2"]),
         ("nonsense", ["section.field=value"]),
         ("run_id.x=1", ["run_id", "not a section"]),

@@ -35,13 +35,16 @@ def test_tables_are_merged_and_the_rest_is_replaced(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "n_routed_experts", "model_type"])
 def test_what_tensors_depend_on_is_refused_by_name(checkpoint: Path, name: str) -> None:
-    with pytest.raises(SpecError, match=rf"model\.overrides\.{name}: the checkpoint says "):
+    with pytest.raises(SpecError, match=rf"model\.overrides\.{name}: the checkpoint has .*, on which"):
         read_config(checkpoint, {name: 12})
     assert read_config(checkpoint, {name: RECIPES["DeepSeek-R1"][name]}) == read_config(checkpoint)
 
 
 def test_a_field_that_nobody_knows_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(SpecError, match=r"model\.overrides\.hiden_size: the checkpoint has no such field"):
+    with pytest.raises(
+        SpecError,
+        match=r"model\.overrides\.hiden_size: .* has no such field; what can be another is max",
+    ):
         read_config(checkpoint, {"hiden_size": 7168})
 
 
@@ -80,6 +83,40 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str) -> Non
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SpecError, match=r"config\.json: not a JSON object"):
         read_config(tmp_path)
+
+
+TRANSFORMERS_5 = {
+    **{name: value for name, value in RECIPES["GLM-4.7"].items() if name not in ("rope_theta", "rope_scaling")},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.5},
+}
+"""As it writes GLM's config: one field is there twice."""
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}], ids=str
+)
+def test_a_field_that_is_there_twice_changes_in_both_places(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS_5))
+    assert read_config(tmp_path, overrides).rope.fraction == 0.25
+    found = config_of(tmp_path, overrides)
+    assert found["partial_rotary_factor"] == found["rope_parameters"]["partial_rotary_factor"] == 0.25
+    assert found["rope_parameters"]["rope_theta"] == 1000000 and "rope_theta" not in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"rope_theta": 3}, r"model\.overrides\.rope_theta: the checkpoint has rope_parameters\.rope_theta; override"),
+        ({"partial_rotary_factor": 1, "rope_parameters": {"partial_rotary_factor": 0.25}}, "differ; give one of them"),
+        ({"rope_scaling": {"type": "default"}}, "rope_parameters, which is there too, goes before"),
+    ],
+)
+def test_an_override_where_the_config_has_another_spelling(
+    tmp_path: Path, overrides: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TRANSFORMERS_5))
+    with pytest.raises((SpecError, ModelError), match=words):
+        read_config(tmp_path, overrides)
 
 
 def test_overrides_belong_to_the_run(checkpoint: Path) -> None:

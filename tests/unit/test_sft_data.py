@@ -141,7 +141,11 @@ def test_parquet_says_the_same(tmp_path: Path, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({}, "no field 'prompt'"),
+        (
+            {"message": [ASKED]},
+            "neither 'messages' nor 'prompt' and 'response' are among the fields of the row, ['message']",
+        ),
+        ({"response": "a"}, "no field 'prompt'"),
         ({"prompt": "a"}, "no field 'response'"),
         ({"prompt": "", "response": "b"}, "field 'prompt' is empty"),
         ({"prompt": "a", "response": []}, "field 'response' is empty"),
@@ -157,7 +161,11 @@ def test_parquet_says_the_same(tmp_path: Path, checkpoint: Path) -> None:
         ({"messages": "hi"}, "field 'messages': must be a list"),
         ({"messages": []}, "field 'messages': must be a list"),
         ({"messages": [ASKED, {"role": "assistant"}]}, "field 'messages': message 1 needs a role and a content"),
-        ({"messages": [ASKED]}, "field 'messages': nothing of it is learned"),
+        ({"messages": [ASKED]}, "field 'messages': no message has the role 'assistant'"),
+        (
+            {"messages": [ASKED, {"role": "asistant", "content": "2"}]},
+            "field 'messages': message 1: unknown role 'asistant'; 'assistant' is meant?",
+        ),
         ({"messages": [ANSWERED, ASKED]}, "field 'messages': message 0 is the assistant's"),
         ({"messages": [ASKED, {**ANSWERED, "step_loss_mask": 2}]}, "field 'messages': message 1: step_loss_mask"),
     ],
@@ -190,7 +198,7 @@ def test_a_sample_that_is_too_long_is_refused_or_counted(tmp_path: Path, checkpo
         load(checkpoint, path, max_tokens=4)
     data = load(checkpoint, path, max_tokens=4, overlong="drop")
     assert (len(data.samples), data.overlong) == (1, 1)
-    with pytest.raises(SpecError, match="no sample is left"):
+    with pytest.raises(SpecError, match="there are no samples"):
         load(checkpoint, path, max_tokens=3, overlong="drop")
 
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.flops import SampleFlops, forward_flops
-from services.trainer.model_config import ModelConfig, Rope, read_config
+from services.trainer.model_config import ModelConfig, read_config
+from services.trainer.rope import Rope
 from tests.model_configs import RECIPES
 from tests.tiny_models import FAMILIES, save_model
 

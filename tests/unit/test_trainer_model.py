@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from services.trainer import hf_files, hf_mapping
 from services.trainer.hf_mapping import Layout, Rule
-from services.trainer.model_config import Experts, LatentAttention, ModelConfig, ModelError, Rope, Yarn, read_config
+from services.trainer.model_config import Experts, LatentAttention, ModelConfig, ModelError, read_config
+from services.trainer.rope import Rope, Yarn
 from tests.model_configs import RECIPES
 
 QWEN3 = {

@@ -5,10 +5,10 @@
 """
 
 from services.common.spec.base import SpecError
-from services.common.spec.reading import ENV_PREFIX, explain, make_spec
+from services.common.spec.reading import ENV_PREFIX, check_same_run, explain, make_spec
 from services.common.spec.reward import BOXED, BUILT_IN_GRADERS, MAX_CUSTOM_TIMEOUT_S, RewardSpec, check_built_in
 from services.common.spec.rollout import DataSpec, RolloutSpec
-from services.common.spec.run import RunSpec, load_run
+from services.common.spec.run import RUN_FILE, RunSpec, load_run
 from services.common.spec.services import DeviceEndpoint, Endpoint, RedisSpec, ServicesSpec, WeightSyncSpec
 from services.common.spec.training import (
     LAYOUT_SECTIONS,
@@ -25,6 +25,7 @@ __all__ = [
     "ENV_PREFIX",
     "LAYOUT_SECTIONS",
     "MAX_CUSTOM_TIMEOUT_S",
+    "RUN_FILE",
     "DataSpec",
     "DeviceEndpoint",
     "Endpoint",
@@ -41,6 +42,7 @@ __all__ = [
     "TrainingSpec",
     "WeightSyncSpec",
     "check_built_in",
+    "check_same_run",
     "explain",
     "load_run",
     "make_spec",

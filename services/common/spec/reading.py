@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from services.common.spec.base import SpecError
-from services.common.spec.training import TrainingSpec
+from services.common.spec.training import LAYOUT_SECTIONS, TrainingSpec
 
 ENV_PREFIX = "FLOTILLA__"
 S = TypeVar("S", bound=TrainingSpec)
@@ -81,6 +81,41 @@ def explain(origin: str, error: ValidationError) -> str:
         else:
             lines.append(": ".join(filter(None, (origin, field, one["msg"].removeprefix("Value error, ")))))
     return "\n".join(lines)
+
+
+def check_same_run(spec: S, file: Path, load: Callable[..., S]) -> None:
+    """A run directory belongs to one run: what defines the run must not change when it is continued.
+
+    Args:
+        spec: Of today.
+        file: What an earlier start wrote into the directory, if there was one.
+        load: Reads it.
+
+    Raises:
+        SpecError: Another value than then; names the fields.
+    """
+    if not file.is_file():
+        return
+    before = load(file, environ={})
+    if before.digest() != spec.digest():
+        old, new = (one.model_dump(mode="json", exclude=LAYOUT_SECTIONS) for one in (before, spec))
+        changed = ", ".join(_differences(old, new))
+        raise SpecError(
+            f"run_dir: {spec.run_dir} holds a run that was started with other values of {changed}; "
+            "take the old values to continue it, or another run_id or run_dir to start anew"
+        )
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the fields that differ."""
+    found: list[str] = []
+    for key in sorted({*before, *after}):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}")
+    return found
 
 
 def resolved_table(spec: TrainingSpec, base: Path) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from services.common.spec.rollout import AlgorithmSpec, DataSpec, EvaluationSpec
 from services.common.spec.services import EngineSpec, RedisSpec, ServicesSpec, WeightSyncSpec
 from services.common.spec.training import TrainingSpec
 
+RUN_FILE = "run.toml"
+"""In the directory of a run: its resolved spec."""
+
 
 class RunSpec(TrainingSpec):
     """One run of reinforcement learning."""
@@ -58,7 +61,7 @@ class RunSpec(TrainingSpec):
         try:
             self.parallel.check_ranks(len(self.services.trainers))
         except InvalidArgument as error:
-            raise ValueError(f"{error} of the trainer (services.trainer and services.trainer_ranks)") from None
+            raise ValueError(f"{error} (services.trainer and services.trainer_ranks)") from None
         return self
 
     @property

@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import Field
 
 from services.common.errors import InvalidArgument
+from services.common.run_checkpoints import STATE_FILE, why_no_checkpoint
 from services.common.spec.base import SpecError, Strict
 
 LAYOUT_SECTIONS = {"run_dir", "services", "redis", "parallel"}
@@ -134,7 +135,7 @@ class ParallelSpec(Strict):
         }
         for name, size in copies.items():
             if ranks % size:
-                raise InvalidArgument(f"parallel: {name} = {size} does not divide the {ranks} ranks")
+                raise InvalidArgument(f"parallel: {name} = {size} does not divide the number of ranks, {ranks}")
 
 
 class TrainingSpec(Strict):
@@ -156,15 +157,25 @@ class TrainingSpec(Strict):
 
     def files(self) -> dict[str, Path]:
         """What the run reads, by field."""
-        load = {"model.load": self.model.load / "state.json"} if self.model.load != Path() else {}
-        return {"model.hf_checkpoint": self.model.hf_checkpoint / "config.json", **load}
+        return {"model.hf_checkpoint": self.model.hf_checkpoint / "config.json"}
 
     def check_files(self) -> None:
         """Raise SpecError if a file that the run reads is missing."""
+        if self.model.load != Path() and not (self.model.load / STATE_FILE).is_file():
+            raise SpecError(f"model.load: {why_no_checkpoint(self.model.load)}")
         for field, path in self.files().items():
             if not path.is_file():
                 raise SpecError(f"{field}: there is no file {path}; correct the path in the run spec")
 
     def to_toml(self) -> str:
-        """The resolved spec as TOML that can be read back."""
-        return tomli_w.dumps(self.model_dump(mode="json"))
+        """The resolved spec as TOML that can be read back; paths that are not given are left out."""
+        return tomli_w.dumps(_without_empty_paths(self.model_dump()))
+
+
+def _without_empty_paths(value: Any) -> Any:
+    """A dumped spec, with paths as text, or without them where they are empty."""
+    if isinstance(value, dict):
+        return {name: _without_empty_paths(one) for name, one in value.items() if one != Path()}
+    if isinstance(value, list | tuple):
+        return [_without_empty_paths(one) for one in value]
+    return str(value) if isinstance(value, Path) else value

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import InvalidArgument
+from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.fp8_layers import fp8_modules, plain_modules
 from services.common.model_overrides import config_of
 from services.common.spec import ModelSpec, RunSpec
@@ -42,6 +42,9 @@ def load_llm(spec: RunSpec, worker_extension: str) -> Any:
     Args:
         spec: The run.
         worker_extension: Dotted name of the class that receives weights in the workers.
+
+    Raises:
+        FailedPrecondition: vLLM refuses the model or the settings.
     """
     _set_environment(spec)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -65,7 +68,10 @@ def load_llm(spec: RunSpec, worker_extension: str) -> Any:
         hf_config_path=str(write_configs(spec.model)) if spec.model.overrides else None,
         **(_cpu_arguments(spec) if current_platform.is_cpu() else _gpu_arguments(spec, current_platform)),
     )
-    return AsyncLLM.from_engine_args(arguments)
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except ValueError as error:
+        raise FailedPrecondition(f"vLLM refuses the model or a field of [engine]: {error}") from error
 
 
 def write_configs(model: ModelSpec) -> Path:

@@ -10,10 +10,12 @@ import gc
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from services.common.errors import InvalidArgument, Unavailable
 from services.common.spec import RunSpec
+from services.common.threads import in_thread
 from services.rollout_gateway.engine.arguments import load_llm
 from services.rollout_gateway.engine.versions import VersionHistory
 from services.rollout_gateway.spans import Span, Version, spans_between
@@ -76,7 +78,8 @@ class VllmEngine:
             spec: The run.
             worker_extension: Dotted name of the class that receives weights in the workers.
         """
-        engine = cls(await asyncio.to_thread(load_llm, spec, worker_extension))
+        loading, _ = in_thread(partial(load_llm, spec, worker_extension), "load vLLM")  # a stop does not wait for it
+        engine = cls(await loading)
         sampling = Sampling(1.0, 1.0, -1, WARM_UP_TOKENS, (), 0)
         async for _ in engine.generate("warm-up", [0], sampling):
             pass

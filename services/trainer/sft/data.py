@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from services.common.spec import SpecError
 from services.common.spec.sft import SftDataSpec, SftSpec
 from services.common.tokenizers import load_tokenizer, stop_token_ids
 from services.trainer.sft.samples import SftSample, make_sample
-from services.trainer.sft.turns import STEP_LOSS_MASK, Message, tokenise_conversation
+from services.trainer.sft.turns import ASSISTANT, STEP_LOSS_MASK, Message, tokenise_conversation
 
 TOOLS_KEY = "tools"
 MASK_KEY = "loss_mask"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "observation")
+"""That templates know; others are for the template to refuse, unless they look like one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ def load_data(spec: SftDataSpec, checkpoint: Path, vocabulary: int) -> SftData:
         SpecError: A row cannot be used (names file, row and field), or none is left.
     """
     reader = _Reader(spec, checkpoint, vocabulary)
-    samples, overlong = [], 0
+    samples: list[SftSample] = []
+    overlong = 0
     for where, sample in reader.read():
         if len(sample.tokens) <= spec.max_tokens:
             samples.append(sample)
@@ -63,7 +67,8 @@ def load_data(spec: SftDataSpec, checkpoint: Path, vocabulary: int) -> SftData:
                 'leave such rows out with data.overlong = "drop"'
             )
     if not samples:
-        raise SpecError(f"{spec.path}: no sample is left ({overlong} are longer than data.max_tokens)")
+        longer = f": all {overlong} are longer than data.max_tokens = {spec.max_tokens}" if overlong else ""
+        raise SpecError(f"{spec.path}: there are no samples{longer}")
     return SftData(samples, overlong)
 
 
@@ -77,8 +82,13 @@ class _Reader:
         """Every sample with its file and row. Raises SpecError that begins with these."""
         for number, row in read_objects(self._spec.path):
             where = f"{self._spec.path}:{number}"
-            is_conversation = row.get(self._spec.messages_key) is not None
-            yield where, self._conversation(row, where) if is_conversation else self._pair(row, where)
+            if row.get(self._spec.messages_key) is not None:
+                yield where, self._conversation(row, where)
+            elif row.keys() & {self._spec.prompt_key, self._spec.response_key}:
+                yield where, self._pair(row, where)
+            else:
+                keys = f"{self._spec.messages_key!r} nor {self._spec.prompt_key!r} and {self._spec.response_key!r}"
+                raise SpecError(f"{where}: neither {keys} are among the fields of the row, {sorted(row)}")
 
     def _conversation(self, row: dict[str, Any], where: str) -> SftSample:
         key = self._spec.messages_key
@@ -135,8 +145,12 @@ def check_messages(value: Any) -> list[Message]:
             one.setdefault("content", "")
         if not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
             raise ValueError(f"message {at} needs a role and a content, both text")
+        if one["role"] not in ROLES and (meant := get_close_matches(one["role"], ROLES)):
+            raise ValueError(f"message {at}: unknown role {one['role']!r}; {meant[0]!r} is meant?")
         if one.get(STEP_LOSS_MASK, 1) not in (0, 1):
             raise ValueError(f"message {at}: {STEP_LOSS_MASK} must be 0 or 1")
-    if messages[0]["role"] == "assistant":
+    if all(one["role"] != ASSISTANT for one in messages):
+        raise ValueError(f"no message has the role {ASSISTANT!r}, so there is nothing to learn")
+    if messages[0]["role"] == ASSISTANT:
         raise ValueError("message 0 is the assistant's, which nothing prompts")
     return messages

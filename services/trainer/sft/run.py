@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,9 +22,10 @@ import torch
 from services.common.errors import FailedPrecondition
 from services.common.kill_points import kill_point
 from services.common.logs import get_logger
+from services.common.run_checkpoints import CHECKPOINTS, checkpoint_path, checkpoint_steps
 from services.common.schedule import Layout
-from services.common.spec import SpecError
-from services.common.spec.sft import SPEC_FILE, SftSpec
+from services.common.spec import RUN_FILE, SpecError, check_same_run
+from services.common.spec.sft import SPEC_FILE, SftSpec, load_sft
 from services.trainer import checkpoint, megatron
 from services.trainer.checkpoint import RunState
 from services.trainer.export import export_hf
@@ -32,7 +34,7 @@ from services.trainer.loading import CheckpointError
 from services.trainer.megatron import parallel_state
 from services.trainer.metrics import STEP_METRICS, MetricsWriter
 from services.trainer.model_config import ModelConfig
-from services.trainer.ranks import all_ranks, held
+from services.trainer.ranks import all_ranks, held, on_first_rank
 from services.trainer.report import Metrics, train_metrics
 from services.trainer.run_model import run_model
 from services.trainer.sft.data import SftData, load_data
@@ -72,14 +74,19 @@ def train(spec: SftSpec) -> None:
         FailedPrecondition: The model is not supported, a checkpoint of the run cannot be continued, or another process
             trains in the directory of the run.
     """
-    if max(spec.parallel.replica_ranks, spec.parallel.expert_replica_ranks) > 1:
-        raise SpecError("parallel: supervised fine-tuning does not cut the model: every rank has all of it")
+    for field in ("tensor", "context", "pipeline", "expert", "expert_tensor"):
+        if (size := getattr(spec.parallel, field)) > 1:
+            raise SpecError(
+                f"parallel.{field} = {size}: supervised fine-tuning does not cut the model, every rank has all of it; "
+                "leave it out, and start more ranks for more speed (docs/sft.md)"
+            )
     if spec.trainer.num_threads:
         torch.set_num_threads(spec.trainer.num_threads)
     model = run_model(spec)
     megatron.initialize(spec.trainer.seed, spec.parallel, spec.trainer.hang_timeout_s)
     try:
         with writing_to(spec.run_dir):
+            on_first_rank(partial(check_run_dir, spec))
             data = load_data(spec.data, spec.model.hf_checkpoint, model.vocabulary)
             SftRun(spec, model, data).run()
     finally:
@@ -100,13 +107,20 @@ def writing_to(run_dir: Path) -> Iterator[None]:
         raise FailedPrecondition(f"run_dir {run_dir}: {error}") from error
 
 
+def check_run_dir(spec: SftSpec) -> None:
+    """Raise SpecError, naming the fields, if the directory holds another run."""
+    if (other := spec.run_dir / RUN_FILE).is_file():
+        raise SpecError(f"run_dir: {other} is there, of a run of `flotilla up`; take another run_id or run_dir")
+    check_same_run(spec, spec.run_dir / SPEC_FILE, load_sft)
+
+
 class SftRun:
     """One life of a run."""
 
     def __init__(self, spec: SftSpec, model: ModelConfig, data: SftData) -> None:
         self._spec, self._data = spec, data
         self._batches = data.batches(spec)
-        self._root = spec.run_dir / "checkpoints"
+        self._root = spec.run_dir / CHECKPOINTS
         self._layout = batch_layout(spec, model)
         self._learner = Learner(with_decay(spec, self._batches), model)
         self._metrics: MetricsWriter | None = None
@@ -129,10 +143,10 @@ class SftRun:
 
     def _load(self) -> None:
         """From the newest checkpoint, or the initial weights."""
-        if not (steps := checkpoint.checkpoint_steps(self._root)):
+        if not (steps := checkpoint_steps(self._root)):
             self._learner.load_initial_weights()
             return
-        path = checkpoint.checkpoint_path(self._root, steps[-1])
+        path = checkpoint_path(self._root, steps[-1])
         state = checkpoint.load(path, self._learner, self._spec.digest())
         for number, digest in enumerate(state.batch_digests):
             if batch_digest(self._data.batch(number, self._spec)) != digest:

@@ -17,6 +17,8 @@ from jinja2 import TemplateError
 from services.trainer.sft.samples import SftSample, make_sample
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ASSISTANT = "assistant"
+"""The role whose turns are learned."""
 STEP_LOSS_MASK = "step_loss_mask"
 """In a message of the assistant: 0 leaves the turn out of the loss, as for slime."""
 
@@ -40,7 +42,7 @@ def tokenise_conversation(
     Raises:
         ValueError: The template refuses the conversation, or turns cannot be found.
     """
-    learned = [one["role"] == "assistant" and one.get(STEP_LOSS_MASK, 1) == 1 for one in messages]
+    learned = [one["role"] == ASSISTANT and one.get(STEP_LOSS_MASK, 1) == 1 for one in messages]
     plain = [{key: value for key, value in one.items() if key != STEP_LOSS_MASK} for one in messages]
     marked = GENERATION.search(tokenizer.get_chat_template(tools=tools))
     try:
@@ -64,7 +66,7 @@ def _marked_turns(
         length = len(list(run))
         turns += [range(place, place + length)] * value
         place += length
-    assistants = [is_learned for is_learned, one in zip(learned, messages, strict=True) if one["role"] == "assistant"]
+    assistants = [is_learned for is_learned, one in zip(learned, messages, strict=True) if one["role"] == ASSISTANT]
     if len(turns) != len(assistants):
         raise ValueError(
             f"the chat template marks {len(turns)} turns, and there are {len(assistants)} of the assistant; {INSTEAD}"
