@@ -23,6 +23,8 @@ from benchmarks.models import DEEPSEEK_1B, QWEN3
 from benchmarks.records import Row, table
 
 MODELS: dict[str, dict[str, Any]] = {"Qwen3-0.6B": QWEN3["0.6b"], "DeepSeek-V3-shaped 1 B": DEEPSEEK_1B}
+DEADLINE_S = 600
+"""Of one process; each took less than a minute here."""
 CONVERT = ["-m", "services.trainer.convert"]
 
 
@@ -38,14 +40,21 @@ def save_random(directory: Path, config: dict[str, Any]) -> int:
 def measure(arguments: list[str], processes: int) -> tuple[float, float]:
     """Seconds, and MB of the largest process, of a module of Python."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    began = time.perf_counter()
-    child = subprocess.Popen([sys.executable, *launcher, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert child.stderr is not None
-    words = child.stderr.read().decode()
-    _, status, used = os.wait4(child.pid, 0)  # its largest descendant counts too
-    if status:
-        sys.exit(f"{arguments} failed: {words}")
-    return time.perf_counter() - began, used.ru_maxrss / 1e3
+    began, ended = time.perf_counter(), 0
+    with tempfile.TemporaryFile() as words:
+        command = [sys.executable, *launcher, *arguments]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=words)
+        while not ended:
+            ended, status, used = os.wait4(child.pid, os.WNOHANG)  # its largest descendant counts too
+            time.sleep(0.01)
+            if time.perf_counter() - began > DEADLINE_S:
+                child.kill()
+                sys.exit(f"{arguments}: not done after {DEADLINE_S} s")
+        seconds = time.perf_counter() - began
+        if status:
+            words.seek(0)
+            sys.exit(f"{arguments} failed: {words.read().decode()}")
+    return seconds, used.ru_maxrss / 1e3
 
 
 def rows_of(name: str, root: Path, processes: int) -> list[Row]:
