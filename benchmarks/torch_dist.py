@@ -40,17 +40,19 @@ def save_random(directory: Path, config: dict[str, Any]) -> int:
 def measure(arguments: list[str], processes: int) -> tuple[float, float]:
     """Seconds, and MB of the largest process, of a module of Python."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    began, ended = time.perf_counter(), 0
+    began = time.perf_counter()
     with tempfile.TemporaryFile() as words:
         command = [sys.executable, *launcher, *arguments]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=words)
-        while not ended:
+        while True:
             ended, status, used = os.wait4(child.pid, os.WNOHANG)  # its largest descendant counts too
-            time.sleep(0.01)
-            if time.perf_counter() - began > DEADLINE_S:
+            seconds = time.perf_counter() - began
+            if ended:
+                break
+            if seconds > DEADLINE_S:
                 child.kill()
                 sys.exit(f"{arguments}: not done after {DEADLINE_S} s")
-        seconds = time.perf_counter() - began
+            time.sleep(0.01)
         if status:
             words.seek(0)
             sys.exit(f"{arguments} failed: {words.read().decode()}")
