@@ -98,7 +98,7 @@ def load(path: Path, learner: Learner, spec_digest: str) -> RunState:
             f"{path}: written by a run with another spec (digest {state.spec_digest[:12]}, now {spec_digest[:12]}); "
             "give this run a run_dir of its own, or restore its run spec"
         )
-    same_layout = table["layout"] == _layout()
+    same_layout = table.get("layout") == _layout()
     boxes = weight_boxes(learner.chunks) + optimizer_boxes(learner.chunks, learner.optimizer)
     loaded = fill(path, boxes, [_random_object(None)] if same_layout else [])
     learner.optimizer.applied_steps = loaded[STEPS]

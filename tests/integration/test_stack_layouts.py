@@ -34,12 +34,15 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
         pytest.param("qwen3", {"context": 2}, {}, id="context"),
         pytest.param("qwen3", {"pipeline": 2}, {}, id="pipeline"),
         pytest.param("deepseek_v3", {"expert": 2}, LATENT, id="expert"),
+        pytest.param("qwen2", {"tensor": 2}, {}, id="qwen2"),
+        pytest.param("qwen3_moe", {"expert": 2}, {}, id="qwen3_moe"),
+        pytest.param("glm4_moe", {"tensor": 2}, {}, id="glm4_moe"),
     ],
 )
 def test_engine_and_ranks_hold_the_same_weights(
     tmp_path: Path, family: str, layout: dict[str, int], sizes: dict[str, int]
 ) -> None:
-    mtp = family == "deepseek_v3"
+    mtp = family in ("deepseek_v3", "glm4_moe")
     save = save_mtp_model if mtp else save_model
     save(tmp_path / "model", family, tied=False, seed=7, **sizes)
     spec = write_run(

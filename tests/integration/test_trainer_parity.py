@@ -5,7 +5,9 @@ The oracle of the loss is written here from its definition: one forward of the H
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from services.trainer import hf_mapping, megatron
 from services.trainer.attention import CoreAttention, should_pad
@@ -22,6 +24,7 @@ from services.trainer.batch import Batch, Sample
 from services.trainer.export import export_hf
 from services.trainer.layout import by_expert
 from services.trainer.megatron import DEVICE
+from services.trainer.model_config import ModelError
 from services.trainer.packing import make_pack
 from services.trainer.report import Report
 from services.trainer.run_model import run_model
@@ -170,6 +173,22 @@ def test_round_trip_is_exact(checkpoint: tuple[Path, Any], tmp_path: Path) -> No
         assert torch.equal(exported[name], tensor), name
     names = {file.name for file in (tmp_path / "hf").iterdir()}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+
+
+@pytest.mark.parametrize("made", ["transposed", "int8"])
+@pytest.mark.parametrize("name", ["mlp.gate_proj", "mlp.up_proj", "self_attn.k_proj", "mlp.down_proj"])
+def test_a_tensor_of_another_shape_or_kind_is_refused(
+    qwen3: tuple[Path, Any], tmp_path: Path, name: str, made: str
+) -> None:
+    """Also where those that Megatron holds as one are as many numbers together as they must be."""
+    shutil.copytree(qwen3[0], tmp_path / "model")
+    file, name = tmp_path / "model" / "model.safetensors", f"model.layers.1.{name}.weight"
+    tensors = load_file(file)
+    tensors[name] = tensors[name].T.contiguous() if made == "transposed" else tensors[name].to(torch.int8)
+    save_file(tensors, file)
+    words = "but config.json says" if made == "transposed" else "is int8, not plain"
+    with pytest.raises(ModelError, match=rf"{file}: {name} is .*" + words):
+        make_learner(tmp_path / "model")
 
 
 def oracle(hf: Any, old: Sequence[torch.Tensor], batch: Batch, samples: Sequence[Sample]) -> torch.Tensor:
@@ -364,7 +383,7 @@ def test_observed_metrics(qwen3: tuple[Path, Any]) -> None:
     assert metrics["train/pg_clipfrac"] == 0
 
 
-def test_bfloat16_trains(qwen3: tuple[Path, Any]) -> None:
+def test_bfloat16_trains(qwen3: tuple[Path, Any], tmp_path: Path) -> None:
     path, hf = qwen3
     learner = make_learner(path, trainer={"dtype": "bfloat16"}, optimizer={"lr": 1e-3})
     assert {p.dtype for p in learner.chunks[0].parameters()} == {torch.bfloat16}
@@ -379,3 +398,6 @@ def test_bfloat16_trains(qwen3: tuple[Path, Any]) -> None:
         scores.append(sum(row.advantage * float(lp.mean()) for row, lp in zip(batch.rows, log_probs, strict=True)))
         assert math.isfinite(train(learner, batch, samples)["train/loss"])
     assert scores[-1] > scores[0] + 0.1
+    export_hf(learner, path, tmp_path / "hf")
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert described == {**json.loads((path / "config.json").read_text()), "dtype": "bfloat16"}
