@@ -10,8 +10,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_thread(work: Callable[[], T], name: str) -> tuple[asyncio.Future[T], threading.Thread]:
-    """Run blocking work in a daemon thread, which does not keep the process alive as a pool's thread would."""
+def in_thread(work: Callable[[], T], name: str, *, stays: bool = False) -> tuple[asyncio.Future[T], threading.Thread]:
+    """Run blocking work in a daemon thread, which does not keep the process alive as a pool's thread would.
+
+    Args:
+        work: What to run.
+        name: Of the thread.
+        stays: Whether the thread lives on afterwards; processes that it has started may die with it
+            (services.common.parent_death).
+    """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
@@ -31,6 +38,8 @@ def in_thread(work: Callable[[], T], name: str) -> tuple[asyncio.Future[T], thre
             failure = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)
+        if stays:
+            threading.Event().wait()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

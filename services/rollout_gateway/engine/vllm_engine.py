@@ -21,6 +21,8 @@ from services.rollout_gateway.engine.versions import VersionHistory
 from services.rollout_gateway.spans import Span, Version, spans_between
 
 WARM_UP_TOKENS = 4
+WARM_UP_S = 600.0
+"""Compiling takes minutes on a large model."""
 NO_TRAINER = Version(0, 0)
 """Label of the weights before the first update; only the warm-up runs with them."""
 STOP_S = 1.0
@@ -78,11 +80,13 @@ class VllmEngine:
             spec: The run.
             worker_extension: Dotted name of the class that receives weights in the workers.
         """
-        loading, _ = in_thread(partial(load_llm, spec, worker_extension), "load vLLM")  # a stop does not wait for it
+        # In a thread for which a stop does not wait, and which stays, since vLLM's processes die with it.
+        loading, _ = in_thread(partial(load_llm, spec, worker_extension), "vLLM", stays=True)
         engine = cls(await loading)
         sampling = Sampling(1.0, 1.0, -1, WARM_UP_TOKENS, (), 0)
-        async for _ in engine.generate("warm-up", [0], sampling):
-            pass
+        async with asyncio.timeout(WARM_UP_S):
+            async for _ in engine.generate("warm-up", [0], sampling):
+                pass
         # A million objects of vLLM and torch that live as long as we do: the collector need not look at them again.
         gc.freeze()
         return engine
