@@ -61,7 +61,15 @@ async def fail_to_load(child: subprocess.Popen[bytes], client: EngineClient) -> 
     return 1
 
 
-@pytest.mark.parametrize("strike", [kill_the_process, end_the_process, kill_the_engine_core, fail_to_load])
+@pytest.mark.parametrize(
+    "strike",
+    [
+        pytest.param(kill_the_process, marks=pytest.mark.nightly),  # the test below kills it too
+        end_the_process,
+        kill_the_engine_core,
+        fail_to_load,
+    ],
+)
 async def test_nothing_survives_the_engine(
     tmp_path: Path, tiny_qwen3: Path, strike: Callable[[subprocess.Popen[bytes], EngineClient], Awaitable[int]]
 ):

@@ -52,7 +52,7 @@ def loss_and_gradients(spec: SftSpec, samples: Sequence[SftSample]) -> tuple[flo
     return report.loss, {name: one.clone() for name, one in gradients(learner).items()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe"])
 def test_loss_and_gradients_are_those_of_hugging_face(family: str, tmp_path: Path) -> None:
     hf = save_model(tmp_path, family, seed=3)
     spec, data = make_case(tmp_path, tmp_path, optimizer=NO_CLIP)
