@@ -14,6 +14,7 @@ from torch import Tensor
 from services.trainer.model_config import ModelError
 
 EMBEDDING = "model.embed_tokens.weight"
+"""Every family has it by this name."""
 
 
 def find_tensors(checkpoint: Path) -> dict[str, Path]:
