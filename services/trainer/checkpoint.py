@@ -113,7 +113,7 @@ def read_state(path: Path) -> RunState:
     try:
         return RunState(table["step"], table["spec_digest"], tuple(table["batch_digests"]))
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: {STATE_FILE} names no {error}; not a checkpoint of a run") from error
+        raise CheckpointError(f"{path}: {STATE_FILE} is not that of a run: {error!r}") from error
 
 
 def _remove_unfinished(root: Path) -> None:

@@ -36,7 +36,7 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         table = json.loads((path / STATE_FILE).read_text())
         if table["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {table['format']}, but this version reads format {FORMAT}")
+            raise CheckpointError(f"{path}: format {table['format']!r}, but this version reads format {FORMAT}")
         return {**table, "files": dict(table["files"])}
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(why_no_checkpoint(path)) from None

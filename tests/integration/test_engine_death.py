@@ -17,6 +17,7 @@ import pytest
 from flotilla.rollout_gateway.v1 import engine_pb2
 from services.common.errors import FlotillaError
 from services.common.rpc import call
+from services.common.service import EXIT_BAD_INPUT
 from tests.integration.engine_stack import (
     EngineClient,
     all_gone,
@@ -89,6 +90,27 @@ async def test_nothing_survives_the_engine(
                 kill_all(family)
                 raise
             await asyncio.gather(running, return_exceptions=True)
+
+
+def test_what_vllm_refuses_is_not_tried_again(tmp_path: Path, tiny_qwen3: Path):
+    write_spec(tmp_path, tiny_qwen3, engine={"max_model_len": 1000})
+    with process("services.rollout_gateway.engine", tmp_path / "run.toml") as child:
+        assert child.wait(START_S) == EXIT_BAD_INPUT
+    log = (tmp_path / "services.rollout_gateway.engine.log").read_text()
+    assert "vLLM refuses the model or a field of [engine]: " in log and "max_model_len (1000)" in log
+
+
+@pytest.mark.parametrize(("signum", "after_s"), [(signal.SIGTERM, 5.0), (signal.SIGINT, 9.0)])
+async def test_a_stop_does_not_wait_until_vllm_has_loaded(
+    tmp_path: Path, tiny_qwen3: Path, signum: signal.Signals, after_s: float
+):
+    write_spec(tmp_path, tiny_qwen3)
+    with process("services.rollout_gateway.engine", tmp_path / "run.toml") as child:
+        await asyncio.sleep(after_s)
+        family = descendants(child.pid)
+        child.send_signal(signum)
+        assert await asyncio.to_thread(child.wait, EXIT_S) == 0
+        await all_gone(family, GONE_S)
 
 
 async def test_a_killed_engine_takes_its_processes_and_shared_memory_along(tmp_path: Path, tiny_qwen3: Path):

@@ -23,9 +23,10 @@ from services.cli.main import app
 from services.common.errors import FailedPrecondition
 from services.common.kill_points import VARIABLE
 from services.common.lock import hold
+from services.common.spec import SpecError
 from services.common.spec.sft import load_sft
 from services.trainer.sft.evaluation import evaluate
-from services.trainer.sft.run import LOCK_FILE, SFT_METRICS, train
+from services.trainer.sft.run import LOCK_FILE, SFT_METRICS, check_run_dir, train
 from tests.conftest import free_ports
 from tests.integration.test_sft_parity import hf_loss
 from tests.sft_cases import make_case, write_spec
@@ -140,6 +141,19 @@ def test_one_run_at_a_time_writes_to_a_directory(tiny_qwen3: Path, tmp_path: Pat
     assert f"{spec.run_dir} is in use by process {os.getpid()} on " in str(refused.value)
     assert "give this run a run_dir of its own" in str(refused.value)
     assert [path.name for path in spec.run_dir.iterdir()] == [LOCK_FILE]
+
+
+def test_the_directory_of_another_run_is_refused(tiny_qwen3: Path, tmp_path: Path) -> None:
+    path = write_spec(tmp_path, tiny_qwen3)
+    spec = load_sft(path, environ={})
+    spec.run_dir.mkdir(parents=True)
+    (spec.run_dir / "sft.toml").write_text(spec.to_toml())
+    check_run_dir(spec)
+    with pytest.raises(SpecError, match=r"other values of optimizer\.lr, sft\.epochs;"):
+        check_run_dir(load_sft(path, ["optimizer.lr=0.5", "sft.epochs=9"], environ={}))
+    (spec.run_dir / "run.toml").write_text("")
+    with pytest.raises(SpecError, match=r"run\.toml is there, of a run of `flotilla up`"):
+        check_run_dir(spec)
 
 
 def test_two_data_parallel_ranks_train_as_one(tiny_qwen3: Path, tmp_path: Path) -> None:
