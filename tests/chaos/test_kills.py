@@ -32,6 +32,7 @@ def check_end(stack: Stack) -> None:
     check_all(stack)
 
 
+@pytest.mark.nightly
 def test_four_processes_at_once(tmp_path: Path) -> None:
     """Trainer, engine, Redis and a random other one die in the same moment."""
     case = make_case(tmp_path, num_rollout=6, save_interval=2)
