@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from tests.integration.engine_stack import (
 
 pytestmark = pytest.mark.stack
 
+ENGINE = "services.rollout_gateway.engine"
 GONE_S = 5.0
 EXIT_S = 15.0
 START_S = 120.0
@@ -94,18 +96,26 @@ async def test_nothing_survives_the_engine(
 
 def test_what_vllm_refuses_is_not_tried_again(tmp_path: Path, tiny_qwen3: Path):
     write_spec(tmp_path, tiny_qwen3, engine={"max_model_len": 1000})
-    with process("services.rollout_gateway.engine", tmp_path / "run.toml") as child:
+    with process(ENGINE, tmp_path / "run.toml") as child:
         assert child.wait(START_S) == EXIT_BAD_INPUT
-    log = (tmp_path / "services.rollout_gateway.engine.log").read_text()
+    log = (tmp_path / f"{ENGINE}.log").read_text()
     assert "vLLM refuses the model or a field of [engine]: " in log and "max_model_len (1000)" in log
 
 
-@pytest.mark.parametrize(("signum", "after_s"), [(signal.SIGTERM, 5.0), (signal.SIGINT, 9.0)])
+def until_logged(log: Path, words: str) -> None:
+    give_up = time.monotonic() + START_S
+    while words not in log.read_text():
+        assert time.monotonic() < give_up, log.read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("signum", "after_s"), [(signal.SIGTERM, 1.0), (signal.SIGINT, 5.0)])
 async def test_a_stop_does_not_wait_until_vllm_has_loaded(
     tmp_path: Path, tiny_qwen3: Path, signum: signal.Signals, after_s: float
 ):
     write_spec(tmp_path, tiny_qwen3)
-    with process("services.rollout_gateway.engine", tmp_path / "run.toml") as child:
+    with process(ENGINE, tmp_path / "run.toml") as child:
+        await asyncio.to_thread(until_logged, tmp_path / f"{ENGINE}.log", "Started server process")
         await asyncio.sleep(after_s)
         family = descendants(child.pid)
         child.send_signal(signum)
@@ -117,7 +127,7 @@ async def test_a_killed_engine_takes_its_processes_and_shared_memory_along(tmp_p
     """With the command that `flotilla up` uses: a package's main module is not imported in spawned processes."""
     spec = write_spec(tmp_path, tiny_qwen3)
     request = engine_pb2.GetWeightVersionRequest(run_id=spec.run_id)
-    with process("services.rollout_gateway.engine", tmp_path / "run.toml") as child:
+    with process(ENGINE, tmp_path / "run.toml") as child:
         async with client_of(spec) as client:
             await call(client.stub.GetWeightVersion, request, timeout_s=EXIT_S, patience_s=START_S)
             family = descendants(child.pid)
